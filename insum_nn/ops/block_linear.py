@@ -209,7 +209,7 @@ def _apply(
         out_shape = (None, call.grid[0], call.block[0])
         result = run(BLOCK_LINEAR[form], facts, call.named(index), options, out_shape).flatten(1)
     m = shape[0]
-    if result.shape[1] != m:
+    if call.grid[0] * call.block[0] != m:
         result = result[:, :m]
     if bias is not None and call.initial is None:
         result = result + bias.to(result.dtype)
