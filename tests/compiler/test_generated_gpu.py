@@ -28,7 +28,7 @@ from insum_nn.dtypes import FLOATS
 from insum_nn.testing.random_programs import random_program
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES, Case, put
-from tests.compiler.sweep import PARTED, PARTS
+from tests.compiler.sweep import PARTED, PARTS, run_maps
 from tests.compiler.test_property import assert_close_to_reference, gradients, moved, run
 
 pytestmark = pytest.mark.gpu
@@ -454,3 +454,7 @@ def test_the_hosts_share_is_shown(gpu: torch.device, name: str, capsys: pytest.C
     with capsys.disabled():
         print(f"\n{name}: {1e6 * spent:.1f} us of the host a call")
     assert spent > 0
+
+
+def test_kernel_maps_by_hand_written_kernels(gpu: torch.device):
+    run_maps(gpu)
