@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONTEXT", "device_of", "meeting", "new_process", "run_ranks"]
+__all__ = ["CONTEXT", "device_of", "meeting", "new_pool", "new_process", "run_ranks"]
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
 # A package that is not installed is left out.
@@ -44,6 +44,12 @@ def new_process(function: Callable[..., None], *arguments: Any) -> Any:
     """
     CONTEXT.set_forkserver_preload(_IMPORTED)
     return CONTEXT.Process(target=_run, args=(dict(os.environ), function, arguments))
+
+
+def new_pool(processes: int) -> Any:
+    """Return a pool of processes that have computed nothing yet."""
+    CONTEXT.set_forkserver_preload(_IMPORTED)
+    return CONTEXT.Pool(processes)
 
 
 def _run_rank(rank: int, environment: Mapping[str, str], function: Callable[..., None], *arguments: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import multiprocessing
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import insum_nn
 from insum_nn import IndexFacts, Options, Program, insum
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.errors import InsumShapeError
+from tests.ranks import new_pool
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 OPERATORS = ("+=", "max=", "min=")
@@ -568,11 +568,11 @@ def _in_another_process(program: Program, tensors: dict[str, Tensor]) -> tuple[l
 
 
 @pytest.mark.slow
-def test_spawned_processes():
+def test_other_processes():
     """Programs go to a fresh process, and results and errors come back."""
     t = spmm_tensors()
     program = insum_nn.compile(SPMM, out_shape=(ROWS, None))
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with new_pool(2) as pool:
         answers = pool.starmap(_in_another_process, [(program, t)] * 3)
         with pytest.raises(InsumShapeError, match="'B' has 2 subscripts, but 1 dimension") as caught:
             pool.apply(program, kwds={**t, "B": t["B"][0]})
