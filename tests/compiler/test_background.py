@@ -17,15 +17,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.api import keep_inner
 from insum_nn.compiler.kernels import ahead, background, launch, machine_code
 from insum_nn.compiler.kernels.background import Background
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.stored_code import find_code
+from insum_nn.compiler.runtime.steps import gradients_ahead, whole_step
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
+from insum_nn.testing.tolerances import assert_matches
+from tests.compiler.generated_cases import CASES
+from tests.compiler.interpreted import interpreter
 from tests.compiler.test_prepare import KERNEL, ROOT, Sums, code, operands
 from tests.pretended_gpu import H200, pretended_gpu
+
+__all__ = ["interpreter"]
 
 
 @pytest.fixture
@@ -390,6 +397,81 @@ def test_gradients_of_inner_leaves_are_found_for_recorded_passes_alone(launched:
     assert y.grad is None
     assert x.grad is not None
     assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
+
+
+class Missing:
+    """Runs a kernel in Triton's interpreter, as one whose machine code is missing at its first launch.
+
+    Attributes:
+        rehearse: what happens then, in a recorded call.
+        collected: launches that were collected.
+    """
+
+    rehearse: Callable[[], None]
+    collected: int
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.function, self.loaded = source, launch.function_of(source), False
+
+    def __call__(self, arguments: list[Any], grid: int) -> None:
+        if not self.loaded:
+            if ahead.collecting() is not None:
+                Missing.collected += 1
+                for argument, kind in zip(arguments, self.source.arguments, strict=False):
+                    if kind.kind in ("out", "workspace", "additional"):
+                        argument.zero_()
+                return
+            if background.cold.call is not None:
+                Missing.rehearse()
+            self.loaded = True
+        self.function[(grid,)](*arguments)
+
+    def on_device(self) -> None:
+        """Nothing is loaded."""
+
+
+class OneStatement(nn.Module):
+    def __init__(self, program: Any, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.program = program
+        self.values = nn.ParameterDict({n: nn.Parameter(t) for n, t in tensors.items() if t.is_floating_point()})
+        self.indices = {n: t for n, t in tensors.items() if n not in self.values}
+
+    def forward(self) -> Tensor:
+        return self.program(tensors={**self.indices, **self.values})
+
+
+def _rehearse_call() -> None:
+    call, background.cold.call = background.cold.call, None
+    assert call is not None
+    gradients_ahead._rehearse_call(*call)
+
+
+def _rehearse_step() -> None:
+    whole_step._rehearse_step(code("missing", KERNEL), True)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("rehearse", [_rehearse_call, _rehearse_step])
+def test_a_rehearsal_leaves_no_zeros_to_the_call(rehearse: Callable[[], None], monkeypatch: pytest.MonkeyPatch):
+    """Gradients that run as several statements are rehearsed in the middle of the call that they are of."""
+    monkeypatch.setattr(launch, "_Interpret", Missing)
+    monkeypatch.setattr(Missing, "rehearse", rehearse, raising=False)
+    monkeypatch.setattr(Missing, "collected", 0, raising=False)
+    case = CASES["convolution's weight gradient by pairs"]
+    tensors = {n: t.double() if t.is_floating_point() else t for n, t in case.draw(6).items()}
+    with pretended_gpu():
+        options = Options(backend="triton", tune=False)
+        program = insum_nn.compile(case.expression, out_shape=case.out_shape(6), facts=case.facts, options=options)
+        model = OneStatement(program, tensors)
+        out = model()
+        seed = torch.randn(out.shape, dtype=torch.float64)
+        out.backward(seed)
+    assert Missing.collected > 2
+    exact = {n: t.clone().requires_grad_() if t.is_floating_point() else t for n, t in tensors.items()}
+    case.oracle(exact, 6).backward(seed)
+    for name, learned in model.values.items():
+        assert_matches(learned.grad, exact[name].grad, dtype=torch.float64, kind="gradient")
 
 
 def test_a_process_that_compiles_nothing_rehearses_nothing(launched: Launched, monkeypatch: pytest.MonkeyPatch):

@@ -10,12 +10,13 @@ is kept until all are computed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Generator, Hashable, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Common", "intermediates"]
+__all__ = ["Common", "intermediates", "intermediates_apart"]
 
 
 class _Intermediates(threading.local):
@@ -31,6 +32,17 @@ class _Intermediates(threading.local):
 
 
 intermediates = _Intermediates()
+
+
+@contextmanager
+def intermediates_apart() -> Generator[None]:
+    """Neither collect nor share with the call that runs now: what a rehearsal makes is zero."""
+    outer = intermediates.collected, intermediates.shared
+    intermediates.collected = intermediates.shared = None
+    try:
+        yield
+    finally:
+        intermediates.collected, intermediates.shared = outer
 
 
 @dataclass(frozen=True, slots=True)

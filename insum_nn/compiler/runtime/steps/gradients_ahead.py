@@ -24,6 +24,7 @@ from torch import Tensor
 from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearse
 from insum_nn.compiler.kernels.background import cold
+from insum_nn.compiler.runtime.composite.intermediates import intermediates_apart
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = ["Rehearsed", "rehearse_gradients", "saving_apart"]
@@ -143,7 +144,7 @@ def _collecting(function: Any, tensors: Sequence[Tensor]) -> Generator[None]:
     cold.due = False
     device = tensors[0].device.type
     found = rehearse(lambda code: background.submit([code]))
-    with found, saving_apart(), torch.no_grad(), torch.autocast(device, enabled=False):
+    with found, saving_apart(), intermediates_apart(), torch.no_grad(), torch.autocast(device, enabled=False):
         try:
             yield
         except Exception as error:

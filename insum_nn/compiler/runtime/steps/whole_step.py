@@ -28,6 +28,7 @@ from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import UndecidedError, rehearse
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.kernels.machine_code import KernelCode
+from insum_nn.compiler.runtime.composite.intermediates import intermediates_apart
 from insum_nn.compiler.runtime.modes import is_plain_eager, outer_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import saving_apart
 from insum_nn.compiler.runtime.steps.step import run_step
@@ -130,6 +131,7 @@ def _rehearsed(called: _Call, recorded: bool) -> dict[KernelCode, None]:
     with (
         rehearse(lambda code: background.submit([code])) as collection,
         saving_apart(),
+        intermediates_apart(),
         torch.set_grad_enabled(recorded),
         outer_autocast("cuda"),
         torch.autograd.set_multithreading_enabled(False),
