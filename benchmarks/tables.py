@@ -31,6 +31,7 @@ from benchmarks.targets import counts_memory
 __all__ = ["README_ROWS", "Entry", "main", "pages", "rewrite", "tables"]
 
 DEVICE = "nvidia-h200"
+H100 = "nvidia-h100-80gb-hbm3"
 MARKED = re.compile(r"(<!-- table: (?:([a-z-]+) )?begin -->\n).*?(<!-- table: (?:\2 )?end -->)", re.DOTALL)
 README_LENGTH = 8
 NOISE = 0.97
@@ -360,12 +361,14 @@ def tables() -> dict[str, Callable[[], str]]:
         "host-sentence": lambda: sentences.host(rows, "NVIDIA H200"),
         "selection-sentence": sentences.selection,
         "cuequivariance": lambda: rare_baseline_table("cue"),
+        "warpconvnet": lambda: rare_baseline_table("warpconvnet"),
         "summary": lambda: summary_table(rows),
         "losses": lambda: loss_table(rows),
         "loss-summary": lambda: loss_summary(rows),
         "records": lambda: record_table(rows),
         "targets": target_table,
         "cpu": lambda: family_table(rows, "amd-epyc-2-threads", list(dict.fromkeys(r.family for r in rows))),
+        "second-gpu": lambda: family_table(rows, H100, list(dict.fromkeys(r.family for r in rows))),
         "one-core": lambda: family_table(rows, f"{DEVICE}-one-core", list(dict.fromkeys(r.family for r in rows))),
     }
     return found | {name: lambda f=f: family_table(rows, DEVICE, f) for name, f in families.items()}
