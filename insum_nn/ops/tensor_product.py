@@ -269,9 +269,8 @@ class _Sums(NamedTuple):
             if self.receivers is not None and self.senders is not None:
                 # Layers after each other get other views of the same edges, as a row of `edge_index` is.
                 sums = self._replace(receivers=same_view(self.receivers), senders=same_view(self.senders))
-            return multilinear_jointly(sums, requested, dict(zip(others(requested), given, strict=True)), plain=True)[
-                requested
-            ]
+            factors = dict(zip(others(requested), given, strict=True))
+            return multilinear_jointly(sums, requested, factors, plain=True)[requested]
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
             return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
                 self.text, requested, *given, *ends, self.num_x, self.num_z

@@ -55,13 +55,13 @@ def check_operands(
         faults.append(_fault("num_receivers", f"is {num_receivers}", "pass a number of nodes.", got=num_receivers))
     rows: Any = senders.shape[0] if senders is not None and senders.ndim == 1 else None
     rows, what = (rows, "edges") if spec.convolution else (x.shape[0] if x.ndim else None, "samples")
-    requested: dict[str, tuple[Tensor, tuple[Any, ...]]] = {
+    expected: dict[str, tuple[Tensor, tuple[Any, ...]]] = {
         "x": (x, (None if spec.convolution else rows, layout.dims["x"])),
         "y": (y, (rows, layout.dims["y"])),
         "weight": (weight, (() if spec.shared else (rows,)) + (spec.weight_numel,)),
         **{name: (index, (rows,)) for name, index in given.items()},
     }
-    for name, (tensor, shape) in requested.items():
+    for name, (tensor, shape) in expected.items():
         got = tuple(tensor.shape)
         if len(got) != len(shape) or any(e is not None and e != g for e, g in zip(shape, got, strict=True)):
             names = ["n" if e is None else str(e) for e in shape]

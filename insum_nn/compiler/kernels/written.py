@@ -1,7 +1,7 @@
 """Kernels that are written by hand, of integers that no statement computes; launched as generated kernels are.
 
-Whoever uses them has another way to the same numbers, on torch's operators. So a first step does not wait for their
-machine code: until other processes have compiled it, the other way is taken.
+Every caller can compute the same numbers by torch's operators, and does so until other processes have compiled the
+kernels: a first step does not wait for their machine code.
 """
 
 from __future__ import annotations

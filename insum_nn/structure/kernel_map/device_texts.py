@@ -1,6 +1,6 @@
 """The texts of kernels that build maps on a device, one for all sizes.
 
-Numbers of cells and entries fit 32 bits: whoever launches them sees to that.
+Callers ensure that numbers of cells and entries fit into 32 bits.
 """
 
 from __future__ import annotations

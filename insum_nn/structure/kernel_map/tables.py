@@ -240,7 +240,7 @@ class NeighbourTable:
 
     @classmethod
     def of_sorted(cls, found: SortedTable, *, named: bool = False) -> NeighbourTable:
-        """Return the table that hand-written kernels sorted; `named`: its columns were not in the order of rows."""
+        """Return the table that hand-written kernels sorted; `named`: before that, column i was not output i."""
         order, near, words, place, parts = found
         known = None if near.shape[0] > MASK_BITS else words
         return cls(order, near, known) if named else cls(order, near, known, place, parts)

@@ -85,10 +85,10 @@ def families_of(splits: Sequence[tuple[PathSplit, Mapping[str, Number], Number]]
 def _oriented(split: PathSplit, numbers: Mapping[str, Number], sides: Mapping[Number, str]) -> PathSplit:
     """The split with what it reads on the side where others read it; else where fewer multiplications are left."""
     read = "left" if split.written == "right" else "right"
-    cached = sides.get(numbers[split.operands[read].name])
+    side = sides.get(numbers[split.operands[read].name])
     other = split.turned()
-    if cached is not None:
-        return split if cached == read else other
+    if side is not None:
+        return split if side == read else other
     taken = set(sides.values())
     if len(taken) == 1:
         # The other tensor of the same products.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import compress, count
 from typing import Any
 
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.kernels import background
-from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearse
+from insum_nn.compiler.kernels.ahead import Collection, UndecidedError, collecting, rehearse
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.composite.intermediates import intermediates_apart
 from insum_nn.compiler.runtime.modes import is_plain_eager
 
-__all__ = ["Rehearsed", "rehearse_gradients", "saving_apart"]
+__all__ = ["Rehearsed", "rehearsal", "rehearse_gradients"]
 
 _log = logging.getLogger("insum_nn.prepare")
 # Factors that record gradients, from which on gradients of gradients are expected.
@@ -137,14 +137,10 @@ def _may_rehearse(tensors: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def _collecting(function: Any, tensors: Sequence[Tensor]) -> Generator[None]:
-    """Collect launches, and have each kernel compiled as it is found: planning the others takes as long as one of them.
-
-    No error leaves it, since the step itself meets it again, unless it is for want of room.
-    """
+    """Rehearse; no error leaves it, since the step itself meets it again, unless it is for want of room."""
     cold.due = False
     device = tensors[0].device.type
-    found = rehearse(lambda code: background.submit([code]))
-    with found, saving_apart(), intermediates_apart(), torch.no_grad(), torch.autocast(device, enabled=False):
+    with rehearsal(), torch.no_grad(), torch.autocast(device, enabled=False):
         try:
             yield
         except Exception as error:
@@ -152,9 +148,17 @@ def _collecting(function: Any, tensors: Sequence[Tensor]) -> Generator[None]:
     cold.due = False
 
 
-def saving_apart() -> AbstractContextManager[None]:
-    """Save tensors for a rehearsal: a checkpoint of the step would count them among what it has to recompute."""
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+@contextmanager
+def rehearsal() -> Generator[Collection]:
+    """Collect launches of this thread, and have each kernel compiled as it is found; leave no tensor to the step.
+
+    Planning the other kernels takes as long as compiling one. Tensors are saved apart: a checkpoint of the step would
+    count them among what it has to recompute. Intermediate tensors are zero, and are not to be read by the step.
+    """
+    collected = rehearse(lambda code: background.submit([code]))
+    saved = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+    with collected as collection, saved, intermediates_apart():
+        yield collection
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

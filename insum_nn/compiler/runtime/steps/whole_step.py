@@ -24,13 +24,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from insum_nn.compiler.kernels import background
-from insum_nn.compiler.kernels.ahead import UndecidedError, rehearse
+from insum_nn.compiler.kernels.ahead import UndecidedError
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.kernels.machine_code import KernelCode
-from insum_nn.compiler.runtime.composite.intermediates import intermediates_apart
 from insum_nn.compiler.runtime.modes import is_plain_eager, outer_autocast
-from insum_nn.compiler.runtime.steps.gradients_ahead import saving_apart
+from insum_nn.compiler.runtime.steps.gradients_ahead import rehearsal
 from insum_nn.compiler.runtime.steps.step import run_step
 
 __all__ = ["call_step"]
@@ -129,9 +127,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _rehearsed(called: _Call, recorded: bool) -> dict[KernelCode, None]:
     module, method, given, named = called
     with (
-        rehearse(lambda code: background.submit([code])) as collection,
-        saving_apart(),
-        intermediates_apart(),
+        rehearsal() as collection,
         torch.set_grad_enabled(recorded),
         outer_autocast("cuda"),
         torch.autograd.set_multithreading_enabled(False),
