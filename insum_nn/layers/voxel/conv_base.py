@@ -251,12 +251,13 @@ class SparseConvolutionBase:
             input: (n, I) features.
             weight: (O, k_1, .., k_d, I / groups).
             bias: (O,).
-            add_input: a tensor over the output's voxels, added to the result, which is then activated once more.
+            add_input: a tensor over the output's voxels, added to the activated result; the layer's own activation,
+                `self.act_type`, is then applied to the sum.
             channel_scale: of int8 layers, which are not supported.
             output_scale: see `channel_scale`.
             name: not read; nor is `sparse_unique_name`.
             sparse_unique_name: not read.
-            act_type: applied to the result.
+            act_type: applied to the result of the convolution.
             act_alpha: the slope of `Activation.LeakyReLU`.
             act_beta: not read: no activation has it.
 
@@ -320,8 +321,9 @@ class SparseConvolutionBase:
             count.clamp_(min=features.shape[0])
         if add_input is None:
             return output
+        # The layer's own activation, whatever the caller passed for the convolution, as in spconv.
         total = output + add_input
-        return total.replace_feature(apply_activation(total.features, act_type, act_alpha))
+        return total.replace_feature(apply_activation(total.features, self.act_type, self.act_alpha))
 
 
 def _traced_pointwise(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
