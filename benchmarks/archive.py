@@ -1,13 +1,15 @@
 """Folders of results: every run as measured, and of these, for each device and family, the one that tables are made of.
 
-    results/history/<date>-<device>*.json     one file a run, never changed
-    results/current/<device>/<family>.json    copied from one of them: one family, one commit, one machine
+    results/history/<date>-<device>*.json            one file a run, never changed
+    results/current/<device>/<family>.json           copied from one of them: one family, one commit, one machine
+    results/history/<kind>/<date>-<device>*.json     runs of commands with a layout of their own; see `KINDS`
+    results/current/<device>/<kind>/<family>.json    copied from one of these
 
 `python -m benchmarks.archive` rewrites `current`; `--check` only compares. A family's records of one file and one
 commit are candidates; of those that have at least three quarters of the comparisons that the most complete candidate
 has, the newest is taken. A comparison is a representative case and mode in which we and a strong baseline were timed:
-one whose least time in all of the history is within a quarter of the least of any. Records of different commits are
-never combined.
+one whose least time in all of the history is within a quarter of the least of any. For the other kinds `Kind.counts`
+says what a comparison is. Records of different commits are never combined.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +30,15 @@ from benchmarks.registry import is_ours, load
 
 __all__ = [
     "CURRENT",
+    "DEVICE",
     "HISTORY",
+    "KINDS",
     "Candidate",
+    "Kind",
     "candidates",
+    "current_entries",
     "current_files",
-    "data_parallel",
     "device_slug",
-    "first_steps",
     "new_file",
     "select",
     "update",
@@ -42,6 +46,8 @@ __all__ = [
 
 RESULTS = Path(__file__).with_name("results")
 HISTORY, CURRENT = RESULTS / "history", RESULTS / "current"
+# The device whose numbers README and the plots show.
+DEVICE = "nvidia-h200"
 COMPLETE = 0.75
 STRONG = 1.25
 
@@ -75,16 +81,36 @@ class Candidate(NamedTuple):
                 yield (record["case"], record["mode"]), record["provider"], record["ms"]["p50"]
 
 
+class Kind(NamedTuple):
+    """Results that are not `Record`s: lists of dictionaries with the keys of `Machine`.
+
+    Attributes:
+        family: which file of `current` an entry belongs to.
+        counts: whether an entry makes a run more complete.
+    """
+
+    family: Callable[[Any], str]
+    counts: Callable[[Any], bool]
+
+
+# Folder -> what lies in it.
+KINDS = {
+    "first_steps": Kind(lambda e: e["case"].partition("/")[0], lambda e: e["process"] == "cold" and bool(e["steps"])),
+    "data_parallel": Kind(lambda e: e["network"], lambda e: bool(e["seconds"])),
+    "selection": Kind(lambda _: "all", lambda _: True),
+}
+
+
 def device_slug(gpu: str, cores: int | None) -> str:
     """Return the folder name of a device; a host pinned to one core is a device of its own."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     return f"{slug}-one-core" if cores == 1 else slug
 
 
-def new_file(gpu: str, cores: int | None) -> Path:
-    """Return the path of a new file of the history."""
+def new_file(gpu: str, cores: int | None, kind: str = "") -> Path:
+    """Return the path of a new file of the history, of a kind of `KINDS` or of records."""
     now = datetime.datetime.now(datetime.UTC)
-    return HISTORY / f"{now:%Y-%m-%d-%H%M%S}-{device_slug(gpu, cores)}.json"
+    return HISTORY / kind / f"{now:%Y-%m-%d-%H%M%S}-{device_slug(gpu, cores)}.json"
 
 
 def candidates(files: Iterable[Path]) -> list[Candidate]:
@@ -134,10 +160,30 @@ def _comparisons(candidate: Candidate, strong: Mapping[tuple[str, str], set[str]
     return sum("ours" in mine and len(mine) > 1 for mine in found)
 
 
-def _wanted(history: Path) -> Mapping[str, Candidate]:
-    """The files of `current`, relative to it."""
+def _newest(history: Path, kind: str) -> dict[tuple[str, str], list[Any]]:
+    """The entries of a kind, by device and family: those of the newest complete file and commit."""
+    rule = KINDS[kind]
+    groups: dict[tuple[str, str], dict[tuple[str, Path], list[Any]]] = {}
+    for file in sorted((history / kind).glob("*.json")):
+        for entry in json.loads(file.read_text(encoding="utf-8")):
+            runs = groups.setdefault((device_slug(entry["gpu"], entry["cores"]), rule.family(entry)), {})
+            runs.setdefault((str(entry["commit"]), file), []).append(entry)
+    found: dict[tuple[str, str], list[Any]] = {}
+    for key, runs in groups.items():
+        counts = {run: sum(map(rule.counts, entries)) for run, entries in runs.items()}
+        if most := max(counts.values()):
+            complete = [run for run, count in counts.items() if count >= COMPLETE * most]
+            found[key] = runs[max(complete, key=lambda run: (max(e.get("utc", "") for e in runs[run]), run[1].name))]
+    return found
+
+
+def _wanted(history: Path) -> Mapping[str, Sequence[Any]]:
+    """The files of `current`, relative to it, and what they hold."""
     chosen = select(candidates(sorted(history.glob("*.json"))))
-    return {f"{device}/{family}.json": candidate for (device, family), candidate in chosen.items()}
+    found: dict[str, Sequence[Any]] = {f"{device}/{family}.json": c.records for (device, family), c in chosen.items()}
+    for kind in KINDS:
+        found |= {f"{device}/{kind}/{family}.json": e for (device, family), e in _newest(history, kind).items()}
+    return found
 
 
 def update(results: Path = RESULTS) -> list[Path]:
@@ -145,8 +191,8 @@ def update(results: Path = RESULTS) -> list[Path]:
     current = results / "current"
     shutil.rmtree(current, ignore_errors=True)
     written: list[Path] = []
-    for name, candidate in _wanted(results / "history").items():
-        records.write(current / name, candidate.records)
+    for name, entries in _wanted(results / "history").items():
+        records.write(current / name, entries)
         written.append(current / name)
     return written
 
@@ -158,34 +204,21 @@ def stale(results: Path = RESULTS) -> list[str]:
     there = {path.relative_to(current).as_posix() for path in current.rglob("*.json")}
     differs = [
         name
-        for name, candidate in wanted.items()
-        if name in there and records.read(current / name) != list(candidate.records)
+        for name, entries in wanted.items()
+        if name in there and json.loads((current / name).read_text(encoding="utf-8")) != list(entries)
     ]
     return sorted({*there ^ set(wanted), *differs})
 
 
 def current_files(results: Path = RESULTS) -> list[Path]:
-    """List the files of `current`."""
-    return sorted((results / "current").rglob("*.json"))
+    """List the files of records in `current`."""
+    return sorted((results / "current").glob("*/*.json"))
 
 
-def first_steps(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return the first steps of all files: of each case, provider and process the newest."""
-    return _newest(results.glob("first-steps-*.json"), ("case", "provider", "mode", "process"))
-
-
-def data_parallel(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return the steps of several processes of all files: of each network, provider and way the newest."""
-    return _newest(results.glob("data-parallel-*.json"), ("network", "provider", "way", "ranks"))
-
-
-def _newest(files: Iterable[Path], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the entries of JSON files, of those with equal keys the newest."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    entries = [entry for file in files for entry in json.loads(file.read_text(encoding="utf-8"))]
-    for entry in sorted(entries, key=lambda entry: entry["utc"]):
-        found[tuple(entry[key] for key in keys)] = entry
-    return list(found.values())
+def current_entries(kind: str, device: str = "*", results: Path = RESULTS) -> list[Any]:
+    """Read what `current` holds of a kind, of one device or all."""
+    files = sorted((results / "current").glob(f"{device}/{kind}/*.json"))
+    return [entry for file in files for entry in json.loads(file.read_text(encoding="utf-8"))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

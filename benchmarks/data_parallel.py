@@ -1,5 +1,6 @@
 """Measure training steps of whole networks with `DistributedDataParallel`: one process, and one for each GPU.
 
+    python -m benchmarks.data_parallel [NETWORK ...] --save
     python -m benchmarks.data_parallel [NETWORK ...] --out FILE
 
 The processes of a network start from empty caches and first check gradients: those of `DistributedDataParallel` must be
@@ -35,8 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import networks, timing
-from benchmarks.command_line import add_limits, add_machine
+from benchmarks import archive, networks, timing
+from benchmarks.command_line import add_limits, add_machine, add_out
 from benchmarks.first_step import CACHES
 from benchmarks.networks import NETWORKS, Batch, Losses, Network, Step
 from benchmarks.records import ROOT, Machine, this_machine
@@ -355,7 +356,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.data_parallel", description="Measure training steps on one GPU and on several."
     )
     parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)}")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    add_out(parser)
     parser.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU of its own")
     parser.add_argument("--rounds", type=int, default=5)
     add_limits(parser, of="one network", providers="^insum_nn$", budget=350.0)
@@ -387,6 +388,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{len(found.batches)} batches of {name} cannot be divided among {options.ranks} processes")
         chosen += [(name, provider) for provider in found.models if re.search(options.providers, provider)]
     how = {"ranks": options.ranks, "device": options.device, "size": options.size, "rounds": options.rounds}
+    if options.save:
+        options.out = archive.new_file(machine["gpu"], machine["cores"], "data_parallel")
     records: list[Throughput] = []
     for name, provider in sorted(chosen, key=lambda pair: not is_ours(pair[1])):
         asked = cast(Asked, {"network": name, "provider": provider, "limit": options.limit, **how})
@@ -402,6 +405,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    if options.save:
+        archive.update()
     failed = [r for r in records if is_ours(r["provider"]) and r["gate"].startswith(("error", "wrong"))]
     return 1 if failed or not any(r["gate"] == "passed" for r in records) else 0
 

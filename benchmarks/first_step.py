@@ -1,5 +1,6 @@
 """Measure first steps: what a new user waits for, and what each later process waits for.
 
+    python -m benchmarks.first_step [CASE ...] --save
     python -m benchmarks.first_step [CASE ...] --out FILE
 
 Each provider of a case runs in two new processes, one after the other: the first finds empty caches, the second finds
@@ -34,8 +35,8 @@ from typing import Any, NamedTuple, Self, TextIO, TypedDict, cast
 
 import torch
 
-from benchmarks import timing
-from benchmarks.command_line import add_limits, add_machine
+from benchmarks import archive, timing
+from benchmarks.command_line import add_limits, add_machine, add_out
 from benchmarks.networks import NETWORKS, Step
 from benchmarks.records import ROOT, Machine, this_machine
 from benchmarks.registry import Mode, Problem, Setting, Unavailable, Work, is_ours, load
@@ -400,7 +401,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(NETWORKS)}, or as in benchmarks.run")
     parser.add_argument("--list", action="store_true", help="list what would be measured and stop")
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    add_out(parser)
     parser.add_argument("--root", type=Path, help="folder of data sets")
     add_limits(parser, of="one process", providers=PROVIDERS, budget=350.0)
     add_machine(parser)
@@ -426,6 +427,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     machine = this_machine(device, options.commit)
     print("{gpu}, torch {torch}, triton {triton}, commit {commit}".format(**machine), f"{len(chosen)} pairs", sep=", ")
+    if options.save:
+        options.out = archive.new_file(machine["gpu"], machine["cores"], "first_steps")
     records: list[FirstStep] = []
     for asked in chosen:
         for entry in measure(asked, machine, options.device, options.size, options.root, options.limit, deadline):
@@ -434,6 +437,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.out:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    if options.save:
+        archive.update()
     failed = [r for r in records if is_ours(r["provider"]) and r["gate"].startswith("error")]
     return 1 if failed or not any(r["gate"] == "measured" for r in records) else 0
 

@@ -152,7 +152,7 @@ def _networks() -> Any:
     """Draw a bar for each network and library: a training step's time, and in it that of the kernels."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in _rows(H200, ["network"]) if row.case.endswith("what=step")]
+    rows = [row for row in _rows(GPU, ["network"]) if row.case.endswith("what=step")]
     figure = Figure(figsize=(3.0 * len(rows), 3.4), layout="constrained")
     panels = figure.subplots(1, len(rows), squeeze=False)[0]
     for panel, row in zip(panels, rows, strict=True):
@@ -171,6 +171,7 @@ def _networks() -> Any:
         panel.grid(axis="y", linewidth=0.4, alpha=0.5)
         panel.set_axisbelow(True)
     panels[0].set_ylabel("milliseconds; dark: kernels")
+    figure.suptitle(rows[0].gpu, fontsize=10)
     return figure
 
 
@@ -178,8 +179,8 @@ def _first_steps() -> Any:
     """Draw the first step of each case, with empty and with full caches."""
     from matplotlib.figure import Figure
 
-    entries = archive.first_steps()
-    measured = [entry for entry in entries if entry["steps"]]
+    entries = archive.current_entries("first_steps", archive.DEVICE)
+    measured = sorted((e for e in entries if e["steps"]), key=lambda e: not e["case"].startswith("network/"))
     cases = list(dict.fromkeys(entry["case"] for entry in measured))
     figure = Figure(figsize=(8, 1.0 + 0.34 * len(cases)), layout="constrained")
     axes = figure.add_subplot()
@@ -190,6 +191,7 @@ def _first_steps() -> Any:
         axes.barh(places, [entry["steps"][0]["seconds"] for entry in mine], 0.38, color=color, label=label)
     names = [case.removeprefix("network/network=").removesuffix("/what=step").replace("/", "  ") for case in cases]
     axes.set_yticks(range(len(cases)), names, fontsize=8)
+    axes.set_title(measured[0]["gpu"], fontsize=10)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.grid(axis="x", linewidth=0.4, alpha=0.5)
@@ -231,31 +233,32 @@ def _lines(device: str, family: str, pattern: str, modes: Sequence[str], axis: s
         panel.set_title(MODE_NAMES[mode], fontsize=10)
         panel.grid(linewidth=0.4, alpha=0.5, which="both")
     panels[0].set_ylabel("microseconds (median)")
+    figure.suptitle(rows[0].gpu, fontsize=10)
     panels[0].legend(fontsize=8, frameon=False)
     return figure
 
 
 SHOWN = ("insum_nn", "torch_csr", "torch_dense", "torch_bsr", "spconv", "spconv_triton", "warpconvnet", "oeq")
-H200, CPU = "nvidia-h200", "amd-epyc-2-threads"
+GPU, CPU = archive.DEVICE, "amd-epyc-2-threads"
 FIRST_STEPS = "first steps"
 HALF = "dtype=float16"
 GRAPHS, PRODUCTS = ("gcn_layer", "gcn", "gcn_step", "spmm"), ("tp_conv", "tp_conv_double", "fctp")
 FIGURES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "networks-h200.svg": (_networks, (f"{H200}/network.json",)),
-    "first-steps-h200.svg": (_first_steps, (FIRST_STEPS,)),
-    "graphs-h200.svg": (lambda: _ratios(H200, GRAPHS), tuple(f"{H200}/{name}.json" for name in GRAPHS)),
-    "tensor-products-h200.svg": (lambda: _ratios(H200, PRODUCTS), tuple(f"{H200}/{name}.json" for name in PRODUCTS)),
-    "ratios-h200.svg": (lambda: _ratios(H200), (H200,)),
+    "networks.svg": (_networks, (f"{GPU}/network.json",)),
+    "first-steps.svg": (_first_steps, (FIRST_STEPS,)),
+    "graphs.svg": (lambda: _ratios(GPU, GRAPHS), tuple(f"{GPU}/{name}.json" for name in GRAPHS)),
+    "tensor-products.svg": (lambda: _ratios(GPU, PRODUCTS), tuple(f"{GPU}/{name}.json" for name in PRODUCTS)),
+    "ratios-gpu.svg": (lambda: _ratios(GPU), (GPU,)),
     "ratios-cpu.svg": (lambda: _ratios(CPU), (CPU,)),
-    "block-spmm-h200.svg": (
+    "block-spmm.svg": (
         lambda: _lines(
-            H200, "block_spmm", rf"block=64/sparsity=([\d.]+)/{HALF}", ["fwd"], "sparsity, blocks of 64 x 64"
+            GPU, "block_spmm", rf"block=64/sparsity=([\d.]+)/{HALF}", ["fwd"], "sparsity, blocks of 64 x 64"
         ),
-        (f"{H200}/block_spmm.json",),
+        (f"{GPU}/block_spmm.json",),
     ),
-    "subm-conv-h200.svg": (
-        lambda: _lines(H200, "subm_conv", rf"room/channels=(\d+)/{HALF}", ["fwd", "fwdbwd"], "channels"),
-        (f"{H200}/subm_conv.json",),
+    "subm-conv.svg": (
+        lambda: _lines(GPU, "subm_conv", rf"room/channels=(\d+)/{HALF}", ["fwd", "fwdbwd"], "channels"),
+        (f"{GPU}/subm_conv.json",),
     ),
 }
 """File -> what draws it, and which files or folders of `current` it is drawn from, or the files of first steps."""
@@ -267,7 +270,7 @@ def _digest(sources: Sequence[str]) -> str:
     files = sorted(file for path in paths for file in (path.glob("*.json") if path.suffix == "" else [path]))
     text = json.dumps([report.read([file]) for file in files], sort_keys=True)
     if FIRST_STEPS in sources:
-        text += json.dumps(archive.first_steps(), sort_keys=True)
+        text += json.dumps(archive.current_entries("first_steps", GPU), sort_keys=True)
     text += Path(__file__).read_text(encoding="utf-8")
     return "records " + hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -27,7 +27,7 @@ import torch
 import torch._inductor.config
 
 from benchmarks import archive, gate, timing
-from benchmarks.command_line import add_limits, add_machine
+from benchmarks.command_line import add_limits, add_machine, add_out
 from benchmarks.records import (
     LOCK,
     RECORD,
@@ -371,9 +371,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("cases", nargs="*", metavar="CASE", help="family, name or shell pattern")
     parser.add_argument("--list", action="store_true", help="list the cases (with CASE: those chosen) and stop")
     parser.add_argument("--quick", action="store_true", help="a few representative cases of each family, timed briefly")
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument("--out", type=Path, help="the JSON file to write")
-    target.add_argument("--save", action="store_true", help="write to benchmarks/results/history and update current")
+    add_out(parser)
     parser.add_argument("--resume", action="store_true", help="keep the records of --out, and measure what is missing")
     parser.add_argument("--supervise", action="store_true", help="measure in a subprocess; restart it when it crashes")
     add_limits(parser, of="one measurement, supervised")

@@ -1,6 +1,6 @@
 """Compare the schedules that are selected without a case's own measurements with those that were measured for it.
 
-    python -m benchmarks.selection --out selection.json        # on a GPU, some minutes
+    python -m benchmarks.selection --save        # on a GPU, some minutes
 
 Each case is timed twice: as users run it, with the schedules that the package ships, and with every stored schedule of
 exactly its statement and sizes left out, so that the nearest measured sizes or the rules decide. Times are the sums of
@@ -11,17 +11,17 @@ a call's kernels; both are taken on one machine, one after the other. All kernel
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from unittest import mock
 
 import torch
 
-from benchmarks import gate
-from benchmarks.command_line import add_machine
+from benchmarks import archive, gate
+from benchmarks.command_line import add_machine, add_out
 from benchmarks.records import Machine, this_machine
 from benchmarks.registry import Mode, Setting, Size, Unavailable, is_ours, load
 from benchmarks.run import timed_call
@@ -41,6 +41,7 @@ Times = dict[tuple[str, str, Mode], float]
 class Compared(Machine):
     """One call of one provider: microseconds of its kernels with the schedules stored for it, and without."""
 
+    utc: str
     case: str
     provider: str
     mode: Mode
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, float]:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.selection", description="Compare selected schedules.")
     parser.add_argument("cases", nargs="*", default=list(FAMILIES), help="family, name or shell pattern")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
+    add_out(parser, required=True)
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     add_machine(parser)
     options = parser.parse_args(arguments)
@@ -121,14 +122,26 @@ def main(arguments: Sequence[str] | None = None) -> Mapping[str, float]:
             times.append(pool.apply(_all, (names, options.device, options.size, stored)))
     with_store, without = times
     machine = this_machine(device, options.commit)
+    utc = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     records = [
         Compared(
-            **machine, case=key[0], provider=key[1], mode=key[2], stored_us=with_store[key], selected_us=without[key]
+            **machine,
+            utc=utc,
+            case=key[0],
+            provider=key[1],
+            mode=key[2],
+            stored_us=with_store[key],
+            selected_us=without[key],
         )
         for key in with_store
         if key in without and with_store[key] > 0
     ]
+    if options.save:
+        options.out = archive.new_file(machine["gpu"], machine["cores"], "selection")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    if options.save:
+        archive.update()
     _report(records)
     return {f"{r['case']} {r['provider']} {r['mode']}": r["selected_us"] / r["stored_us"] for r in records}
 

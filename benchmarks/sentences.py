@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
-from typing import cast
 
-from benchmarks.archive import RESULTS
 from benchmarks.first_step import FirstStep
 from benchmarks.registry import is_ours
 from benchmarks.report import Row, baseline_name, geometric_mean
@@ -30,6 +26,16 @@ def _both_caches(entries: Sequence[FirstStep]) -> Seconds:
     return {case: (by["cold"], by["warm"]) for case, by in found.items() if len(by) == 2}
 
 
+def _of_layers(entries: Sequence[FirstStep], process: str) -> list[float]:
+    """Our first steps of single layers in one kind of process, in seconds."""
+    return [
+        entry["steps"][0]["seconds"]
+        for entry in entries
+        if is_ours(entry["provider"]) and entry["steps"] and entry["process"] == process
+        if not entry["case"].startswith("network/")
+    ]
+
+
 def _shown(seconds: float) -> str:
     return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
 
@@ -39,7 +45,7 @@ def _interval(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-def first_steps(entries: Sequence[FirstStep]) -> str:
+def first_steps(entries: Sequence[FirstStep], device: str) -> str:
     """Say how long the first step of each network takes, with empty caches and in the next process; for README."""
     found = _both_caches(entries)
     networks = {name: found.get(f"network/network={network}/what=step") for name, network in NETWORKS.items()}
@@ -47,8 +53,8 @@ def first_steps(entries: Sequence[FirstStep]) -> str:
     empty = _joined([f"{_shown(cold)} s for {name}" for name, (cold, _) in times.items()])
     full = _joined([f"{_shown(warm)} s" for _, warm in times.values()])
     return _wrapped(
-        f"**The first step** compiles kernels and keeps them on disk. On an H200 it took {empty}; in the next"
-        f" process {full}. [`insum_nn.prepare`](docs/how-to/tune.md#before-the-first-step) compiles beforehand; on a"
+        f"**The first step** compiles kernels and keeps them on disk. On an {_short(device)} it took {empty}; in the"
+        f" next process {full}. [`insum_nn.prepare`](docs/how-to/tune.md#before-the-first-step) compiles beforehand; on a"
         " CPU nothing is compiled. Nothing is timed unless you [ask for it](docs/how-to/tune.md)."
     )
 
@@ -61,9 +67,9 @@ def first_steps_by_kind(entries: Sequence[FirstStep]) -> str:
     for case, name in networks.items():
         if case in found:
             lines.append(f"| {name} | {' | '.join(map(_shown, found[case]))} |")
-    layers = [times for case, times in found.items() if not case.startswith("network/")]
-    if layers:
-        lines.append(f"| a single layer | {' | '.join(_interval(column) for column in zip(*layers, strict=True))} |")
+    cold, warm = (_of_layers(entries, process) for process in ("cold", "warm"))
+    if cold and warm:
+        lines.append(f"| a single layer | {_interval(cold)} | {_interval(warm)} |")
     return "\n".join(lines)
 
 
@@ -76,7 +82,7 @@ def busy(rows: Sequence[Row], device: str) -> str:
             if row.case == f"network/network={network}/what=step" and row.gpu == device and record is not None:
                 if record["ms"] is not None and record["busy"] is not None:
                     parts.append(f"{100 * record['busy']['ms'] / record['ms']['p50']:.0f} % of the step of {name}")
-    return _wrapped(f"**Most of a step is CPU time.** On an H200 the GPU works for {_joined(parts)}.")
+    return _wrapped(f"**Most of a step is CPU time.** On an {_short(device)} the GPU works for {_joined(parts)}.")
 
 
 def peer_models(rows: Sequence[Row], device: str) -> str:
@@ -111,10 +117,14 @@ def host(rows: Sequence[Row], device: str) -> str:
                 found.append(mine["ms"]["p50"] / other["ms"]["p50"])
     bare, csr = (_interval(found) for found in ratios.values())
     return _wrapped(
-        f"On an H200 a call of a compiled program takes {bare} times as long as a bare launch of a Triton kernel, and"
-        f" {csr} times as long as torch's product of a CSR matrix (family `host`, in which the GPU has next to nothing"
-        " to do)."
+        f"On an {_short(device)} a call of a compiled program takes {bare} times as long as a bare launch of a Triton"
+        f" kernel, and {csr} times as long as torch's product of a CSR matrix (family `host`, in which the GPU has next"
+        " to nothing to do)."
     )
+
+
+def _short(device: str) -> str:
+    return device.removeprefix("NVIDIA ")
 
 
 def _joined(parts: Sequence[str]) -> str:
@@ -125,15 +135,15 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 124, break_long_words=False, break_on_hyphens=False)
 
 
-def selection(results: Path = RESULTS) -> str:
+def selection(found: Sequence[Compared]) -> str:
     """Say what it costs to run without schedules that were measured for a case."""
-    file = max(results.glob("selection-*.json"))
-    found = cast(list[Compared], json.loads(file.read_text(encoding="utf-8")))
+    if not found:
+        return "This was not measured on the device of the other numbers."
     ratios = {(c["case"], c["provider"], c["mode"]): c["selected_us"] / c["stored_us"] for c in found}
     slow = [ratio for ratio in ratios.values() if ratio > 1.3]
     some = found[0]
     return _wrapped(
-        f"On an {some['gpu']} (commit {(some['commit'] or 'unknown')[:7]}) {len(ratios)} calls took"
+        f"On an {_short(some['gpu'])} (commit {(some['commit'] or 'unknown')[:7]}) {len(ratios)} calls took"
         f" {geometric_mean(list(ratios.values())):.2f} times as long without them, as a geometric mean; {len(slow)} of"
         f" them took more than 1.3 times, at most {max(ratios.values()):.2f}."
     )

@@ -3,8 +3,7 @@
 A page holds `<!-- table: begin -->` and `<!-- table: end -->`, with a name (`<!-- table: NAME begin -->`) where it is
 not README's table; the text between them, a table or sentences with numbers, is replaced. `--check` writes nothing and
 returns 1 when a table or a plot is out of date; CI runs it. Numbers come from `benchmarks/results/current/`, targets
-from the whole history, first steps from `benchmarks/results/first-steps-*.json` and steps on several GPUs from
-`data-parallel-*.json`, of each case the newest.
+from the whole history.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Literal, cast
 
 from benchmarks import archive, data_parallel, plot, report, sentences
+from benchmarks.archive import DEVICE
 from benchmarks.data_parallel import Throughput
 from benchmarks.first_step import FirstStep
-from benchmarks.records import ROOT, Record, read
+from benchmarks.records import ROOT, Machine, Record, read
 from benchmarks.registry import is_ours
 from benchmarks.report import Row, baseline_name
 from benchmarks.target_table import target_table
@@ -30,7 +30,6 @@ from benchmarks.targets import counts_memory
 
 __all__ = ["README_ROWS", "Entry", "main", "pages", "rewrite", "tables"]
 
-DEVICE = "nvidia-h200"
 H100 = "nvidia-h100-80gb-hbm3"
 MARKED = re.compile(r"(<!-- table: (?:([a-z-]+) )?begin -->\n).*?(<!-- table: (?:\2 )?end -->)", re.DOTALL)
 README_LENGTH = 8
@@ -139,9 +138,11 @@ def readme_table(rows: Sequence[Row]) -> str:
         show: Callable[[float], str] = (lambda v: f"{v:.0f} MiB") if entry.quantity == "memory" else duration
         cells = [f"**{show(v)}**" if v == min(ours, value) else show(v) for v in (ours, value)]
         lines.append([entry.title, *cells, baseline_name(baseline)])
-    caption = f"One NVIDIA H200, {' and '.join(sorted(versions))}; medians, measured from {min(dates)} to {max(dates)}."
+    gpu = next((row.gpu for row in by_case.values()), "GPU")
+    when = " to ".join(dict.fromkeys((min(dates), max(dates))))
+    caption = f"One {gpu}, {' and '.join(sorted(versions))}; medians, measured from {when}."
     table = markdown(["", "ours", "best baseline", "baseline"], lines)
-    return f"{table}\n\n{caption}\n\n{sentences.first_steps(first_steps())}"
+    return f"{table}\n\n{caption}\n\n{sentences.first_steps(first_steps(DEVICE), gpu)}"
 
 
 def _both(found: Mapping[str, float]) -> bool:
@@ -174,30 +175,38 @@ def network_table(rows: Sequence[Row], family: str = "network") -> str:
 
 
 def first_step_table() -> str:
-    """Write a line for each process whose first steps were measured."""
-    lines: list[list[str]] = []
+    """Write for each device a line for each process whose first steps were measured."""
+    parts: list[str] = []
     measured = [entry for entry in first_steps() if entry["gate"] == "measured" and entry["steps"]]
-    for entry in measured:
-        first, *later = entry["steps"] or []
-        case = entry["case"].removeprefix("network/network=").removesuffix("/what=step")
-        caches = {"cold": "empty", "warm": "full"}[entry["process"]]
-        provider = baseline_name(entry["provider"])
-        then = duration(later[-1]["seconds"] * 1e3) if later else ""
-        lines.append([f"`{case}`", provider, caches, f"{first['seconds']:.1f} s", str(first["compiled"]), then])
-    head = ["case", "layers", "caches", "first step", "kernels compiled", "third step"]
-    some, dates = measured[0], sorted({entry["utc"][:10] for entry in measured})
-    when = " and ".join(dates)
-    where = f"Measured on {some['gpu']}, {when}, torch {some['torch']}, Triton {some['triton']}."
-    return f"{markdown(head, lines)}\n\n{where}"
+    for gpu in dict.fromkeys(entry["gpu"] for entry in measured):
+        mine, lines = [entry for entry in measured if entry["gpu"] == gpu], list[list[str]]()
+        for entry in mine:
+            first, *later = entry["steps"] or []
+            provider = baseline_name(entry["provider"])
+            caches = {"cold": "empty", "warm": "full"}[entry["process"]]
+            then = duration(later[-1]["seconds"] * 1e3) if later else ""
+            cells = [f"{first['seconds']:.1f} s", str(first["compiled"]), then]
+            lines.append([f"`{_first_step_name(entry)}`", provider, caches, *cells])
+        head = ["case", "layers", "caches", "first step", "kernels compiled", "third step"]
+        found: dict[str, set[str]] = {}
+        for entry in mine:
+            found.setdefault(_state(entry, entry["utc"]), set()).add(entry["case"].partition("/")[0])
+        parts.append(f"{markdown(head, lines)}\n\n{_measured_on(gpu, found)}")
+    return "\n\n".join(parts)
+
+
+def _first_step_name(entry: FirstStep) -> str:
+    return entry["case"].removeprefix("network/network=").removesuffix("/what=step")
 
 
 def data_parallel_table(entries: Sequence[Throughput]) -> str:
-    """Write a line for each network: a step in one process and in several, and what is gained."""
+    """Write a line for each device and network: a step in one process and in several, and what is gained."""
+    passed = [entry for entry in entries if entry["seconds"] and entry["batches_per_s"]]
+    measured = dict.fromkeys((e["gpu"], e["network"], e["provider"]) for e in passed)
+    known = {network for _, network, _ in measured}
     lines: list[list[str]] = []
-    for network, provider in dict.fromkeys(
-        [*((name, "insum_nn") for name in data_parallel.DEFAULT), *map(_trained, entries)]
-    ):
-        chosen = [e for e in entries if _trained(e) == (network, provider) and e["seconds"] and e["batches_per_s"]]
+    for gpu, network, provider in [*measured, *(("", n, "insum_nn") for n in data_parallel.DEFAULT if n not in known)]:
+        chosen = [e for e in passed if (e["gpu"], e["network"], e["provider"]) == (gpu, network, provider)]
         most = max([e["ranks"] for e in chosen], default=0)
         cells: list[str] = []
         for way, ranks in (("plain", 1), ("ddp", 1), ("plain", most), ("ddp", most)):
@@ -210,26 +219,27 @@ def data_parallel_table(entries: Sequence[Throughput]) -> str:
             ratio = f"{gain:.2f}x (target {least:.1f}x: {'met' if gain >= least else '**not met**'})"
         firsts = [e["first_step_s"] for e in chosen if e["first_step_s"] is not None]
         first = f"{firsts[0]:.1f} s" if firsts else "not measured"
-        lines.append([f"`{network}`", baseline_name(provider), str(most) if chosen else "", *cells, ratio, first])
+        gpus = f"{most} x {gpu}" if chosen else ""
+        lines.append([f"`{network}`", baseline_name(provider), gpus, *cells, ratio, first])
     steps = ["one", "one, DDP", "all", "all, DDP"]
     head = ["network", "layers", "GPUs", *steps, "batches/s, all : one, DDP", "first step"]
     table = markdown(head, lines)
-    where = dict.fromkeys(
-        f"{e['gpu']}, commit {(e['commit'] or 'unknown')[:7]}, {e['utc'][:10]}, torch {e['torch']}, NCCL {e['nccl']}"
-        for e in entries
-        if e["seconds"]
-    )
-    return f"{table}\n\nMeasured on {'; '.join(where)}." if where else table
+    where = dict.fromkeys(f"{_state(e, e['utc'])}, NCCL {e['nccl']}" for e in passed)
+    return f"{table}\n\nMeasured at {'; '.join(where)}." if where else table
 
 
-def _trained(entry: Throughput) -> tuple[str, str]:
-    return entry["network"], entry["provider"]
+def _state(machine: Machine, utc: str) -> str:
+    """Name the state of the project, the day, and the versions that something was measured with."""
+    commit = (machine["commit"] or "an unknown commit")[:7] + (" with changes" if machine["dirty"] else "")
+    triton = f", Triton {machine['triton']}" if machine["triton"] else ""
+    return f"commit {commit}, {utc[:10]}, torch {machine['torch']}{triton}"
 
 
 @functools.cache
-def first_steps() -> Sequence[FirstStep]:
-    """The first steps of all files, read once."""
-    return cast("list[FirstStep]", archive.first_steps())
+def first_steps(device: str = "*") -> Sequence[FirstStep]:
+    """The current first steps of one device or all, of whole networks before those of layers; read once."""
+    found = cast("list[FirstStep]", archive.current_entries("first_steps", device))
+    return sorted(found, key=lambda entry: not entry["case"].startswith("network/"))
 
 
 def family_table(rows: Sequence[Row], device: str, families: Sequence[str]) -> str:
@@ -254,11 +264,13 @@ def _provenance(rows: Sequence[Row]) -> str:
     found: dict[str, set[str]] = {}
     for row in rows:
         for record in row.group.values():
-            commit = (record["commit"] or "an unknown commit")[:7] + (" with changes" if record["dirty"] else "")
-            versions = f"torch {record['torch']}" + (f", Triton {record['triton']}" if record["triton"] else "")
-            found.setdefault(f"commit {commit}, {record['utc'][:10]}, {versions}", set()).add(row.family)
+            found.setdefault(_state(record, record["utc"]), set()).add(row.family)
+    return _measured_on(rows[0].gpu if rows else "no device", found)
+
+
+def _measured_on(gpu: str, found: Mapping[str, set[str]]) -> str:
     parts = [f"{', '.join(f'`{name}`' for name in sorted(names))}: {where}" for where, names in found.items()]
-    return f"Measured on {rows[0].gpu if rows else 'no device'}. {'; '.join(parts)}."
+    return f"Measured on {gpu}. {'; '.join(parts)}."
 
 
 def summary_table(rows: Sequence[Row]) -> str:
@@ -339,6 +351,7 @@ def _ended(file: Path) -> str:
 def tables() -> dict[str, Callable[[], str]]:
     """Name -> what writes the table; README's has no name."""
     rows = report.rows(report.read(archive.current_files()))
+    gpu = next(row.gpu for row in rows if _slug(row) == DEVICE)
     families = {
         "graphs": ("gcn_layer", "gcn", "gcn_step", "spmm"),
         "chain": ("chain",),
@@ -354,12 +367,12 @@ def tables() -> dict[str, Callable[[], str]]:
         "networks": lambda: network_table(rows),
         "peer-models": lambda: network_table(rows, "peer_models"),
         "first-steps": first_step_table,
-        "data-parallel": lambda: data_parallel_table(cast("list[Throughput]", archive.data_parallel())),
-        "first-step-kinds": lambda: sentences.first_steps_by_kind(first_steps()),
-        "busy-sentence": lambda: sentences.busy(rows, "NVIDIA H200"),
-        "peer-models-sentence": lambda: sentences.peer_models(rows, "NVIDIA H200"),
-        "host-sentence": lambda: sentences.host(rows, "NVIDIA H200"),
-        "selection-sentence": sentences.selection,
+        "data-parallel": lambda: data_parallel_table(archive.current_entries("data_parallel")),
+        "first-step-kinds": lambda: sentences.first_steps_by_kind(first_steps(DEVICE)),
+        "busy-sentence": lambda: sentences.busy(rows, gpu),
+        "peer-models-sentence": lambda: sentences.peer_models(rows, gpu),
+        "host-sentence": lambda: sentences.host(rows, gpu),
+        "selection-sentence": lambda: sentences.selection(archive.current_entries("selection", DEVICE)),
         "cuequivariance": lambda: rare_baseline_table("cue"),
         "warpconvnet": lambda: rare_baseline_table("warpconvnet"),
         "summary": lambda: summary_table(rows),

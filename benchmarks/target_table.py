@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks import archive, report, targets
-from benchmarks.archive import Candidate
+from benchmarks.archive import DEVICE, Candidate
 from benchmarks.plot import MODE_NAMES
 from benchmarks.registry import load
 from benchmarks.targets import TARGETS, Faster, Group, Target, Verdict
 
 __all__ = ["State", "states", "target_table"]
-
-DEVICE = "nvidia-h200"
 
 
 class State(NamedTuple):

@@ -10,7 +10,9 @@ import json
 import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -737,6 +739,11 @@ def test_current_results_are_of_one_family_commit_and_machine():
         assert {r["case"].partition("/")[0] for r in found} == {path.stem}
         assert {archive.device_slug(r["gpu"], r["cores"]) for r in found} == {path.parent.name}
         assert len({(r["commit"], r["torch"], r["triton"]) for r in found}) == 1, path.name
+    for path in archive.CURRENT.glob("*/*/*.json"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        assert {archive.KINDS[path.parent.name].family(e) for e in found} == {path.stem}
+        assert {archive.device_slug(e["gpu"], e["cores"]) for e in found} == {path.parent.parent.name}
+        assert len({(e["commit"], e["torch"], e["triton"]) for e in found}) == 1, path.name
 
 
 def test_the_newest_complete_candidate_is_selected(tmp_path: Path):
@@ -818,18 +825,37 @@ def test_readme_table_shows_networks_that_have_records(monkeypatch: pytest.Monke
     ]
     cold = {"case": step, "process": "cold", "gpu": entries[0]["gpu"], "provider": "insum_nn"}
     steps = [cold | {"steps": [{"seconds": 9.0}, {"seconds": 1.0}]}, cold | {"process": "warm", "steps": None}]
-    monkeypatch.setattr(tables, "first_steps", lambda: steps)
+    monkeypatch.setattr(tables, "first_steps", lambda _="": steps)
     lines = tables.readme_table([*rows, *report.rows(entries)]).splitlines()
     assert f"| {title} | **40 ms** | 50 ms | spconv-triton |" in lines
     assert "| the same: first step, ours from empty caches | 9 s | **3 s** | spconv-triton |" in lines
 
 
-def test_the_newest_first_step_counts_whatever_its_file_is_called(tmp_path: Path):
-    step = {"case": "network/network=gcn_2k/what=step", "provider": "insum_nn", "mode": "fwd", "process": "cold"}
-    for name, utc in (("b", "2026-11-24T05:00:00"), ("a", "2026-11-24T09:00:00")):
-        text = json.dumps([step | {"utc": utc}])
-        (tmp_path / f"first-steps-{name}.json").write_text(text, encoding="utf-8")
-    assert [entry["utc"] for entry in archive.first_steps(tmp_path)] == ["2026-11-24T09:00:00"]
+def test_first_steps_are_those_of_the_newest_complete_file_whatever_its_name(tmp_path: Path):
+    machine = {"gpu": "NVIDIA H200", "cores": 16, "process": "cold"}
+
+    def write(name: str, commit: str, hour: int, cases: Sequence[str], **more: Any) -> None:
+        utc = f"2026-11-24T{hour:02}:00:00"
+        found = [{**machine, "steps": [{}], "case": case, "commit": commit, "utc": utc, **more} for case in cases]
+        path = tmp_path / "history" / "first_steps" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found), encoding="utf-8")
+
+    networks = [f"network/network={name}/what=step" for name in ("a", "b", "c", "d")]
+    write("c", "old", 5, [*networks, "spmm/n=32"])
+    write("b", "new", 7, networks[1:])
+    write("a", "few", 8, networks[:1])
+    write("d", "failed", 9, networks, steps=None)
+    write("e", "another device", 9, networks, gpu="another")
+    archive.update(tmp_path)
+    found = archive.current_entries("first_steps", "nvidia-h200", tmp_path)
+    assert [(entry["case"], entry["commit"]) for entry in found] == [
+        *((n, "new") for n in networks[1:]),
+        ("spmm/n=32", "old"),
+    ]
+    assert archive.stale(tmp_path) == []
+    write("c", "old", 5, [*networks, "gcn/n=32"])
+    assert archive.stale(tmp_path) == ["nvidia-h200/first_steps/gcn.json", "nvidia-h200/first_steps/spmm.json"]
 
 
 def test_cuda_graphs_are_judged_by_their_steps_alone():
@@ -887,7 +913,7 @@ def test_sentences_hold_the_numbers_of_the_records():
         for (name, process), took in seconds.items()
     ]
     # A network of which only one process was measured is left out.
-    text = " ".join(sentences.first_steps(steps).split())
+    text = " ".join(sentences.first_steps(steps, "NVIDIA H200").split())
     assert "it took 1.4 s for a GCN; in the next process 0.4 s." in text
     layer = [{**entry, "case": "spmm/n=32"} for entry in steps[:2]]
     assert sentences.first_steps_by_kind([*steps, *layer]).splitlines()[2:] == [

@@ -16,13 +16,19 @@ import torch
 from benchmarks import archive, data_parallel, tables
 from benchmarks.data_parallel import Throughput, speedup
 
-WORDS = ["--size", "tiny", "--device", "cpu", "--rounds", "2", "--commit", "a_commit", "--out"]
+HOW = ["--size", "tiny", "--device", "cpu", "--rounds", "2", "--commit", "a_commit"]
+WORDS = [*HOW, "--out"]
 
 
 @pytest.mark.slow
-def test_steps_in_one_process_and_in_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    out = tmp_path / "data-parallel-some-day.json"
-    assert data_parallel.main(["nequip_32", *WORDS, str(out)]) == 0
+def test_steps_in_one_process_and_in_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    update = archive.update
+    monkeypatch.setattr(archive, "HISTORY", tmp_path / "history")
+    monkeypatch.setattr(archive, "update", lambda: update(tmp_path))
+    assert data_parallel.main(["nequip_32", *HOW, "--save"]) == 0
+    (out,) = (tmp_path / "history" / "data_parallel").iterdir()
     records: list[Throughput] = json.loads(out.read_text(encoding="utf-8"))
     names = [(r["network"], r["provider"], r["way"], r["ranks"]) for r in records]
     assert names == [("nequip_32", "insum_nn", *way) for way in (("plain", 1), ("ddp", 1), ("plain", 2), ("ddp", 2))]
@@ -36,8 +42,7 @@ def test_steps_in_one_process_and_in_two(tmp_path: Path, capsys: pytest.CaptureF
     assert records[3]["from_mean"] is not None
     assert records[3]["from_mean"] < 1e-5
     assert "times the batches a second of one" in capsys.readouterr().out
-    found: Any = archive.data_parallel(tmp_path)
-    table = tables.data_parallel_table(found)
+    table = tables.data_parallel_table(archive.current_entries("data_parallel", results=tmp_path))
     ratio = speedup(records, "nequip_32", "insum_nn")
     assert f"{ratio:.2f}x" in next(line for line in table.splitlines() if "nequip_32" in line)
     assert "not measured" in next(line for line in table.splitlines() if "nequip_864" in line)
