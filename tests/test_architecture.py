@@ -114,7 +114,7 @@ OWN_OPERATORS: dict[str, str] = {
 # Gradients are derived: `compiler/lang/derivative.py`.
 # file of ops/ or layers/ -> why it writes the gradient of an operator all the same; each line here is a debt.
 OWN_GRADIENTS: dict[str, str] = {
-    "insum_nn/ops/graph_conv.py": "of the operator above; that of learned weights goes through their normalisation",
+    "insum_nn/ops/graph_conv.py": "of the operator above, whose gradient by the features is the same operator",
     "insum_nn/ops/tensor_product.py": "of the operator above, which computes several gradients by one kernel",
 }
 
@@ -134,7 +134,6 @@ CALLS_A_LIBRARY: dict[str, str] = {
     "insum_nn/layers/spconv/utils.py": "numbers of voxels and points: integers",
     "insum_nn/layers/voxel/conv_base.py": "what `torch.jit.trace` can record of a kernel of one cell",
     "insum_nn/layers/voxel/sequential.py": "the first of each voxel's points: integers",
-    "insum_nn/ops/graph_conv.py": "the operator's own gradient; see OWN_GRADIENTS",
 }
 
 # What a dtype decides, beyond what a call may have, stands with the rules by device.

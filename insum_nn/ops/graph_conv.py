@@ -15,6 +15,7 @@ from insum_nn.compiler.api import (
     is_traced,
     is_transformed,
     options_text,
+    recorded,
     records_graph,
 )
 from insum_nn.compiler.options import DEFAULT, Options
@@ -26,7 +27,14 @@ from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_
 from insum_nn.ops.statements import run, to_autocast, under_autocast, untraced
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import by_degrees, inverse_root
-from insum_nn.structure.graph_entries import check_edge_index, check_edge_weight, edge_entries, entry_weights
+from insum_nn.structure.graph_entries import (
+    Flow,
+    Loops,
+    check_edge_index,
+    check_edge_weight,
+    edge_entries,
+    entry_weights,
+)
 
 __all__ = [
     "explain_graph_conv",
@@ -193,26 +201,20 @@ def explain_graph_conv(
 
 # Dynamo and TorchScript keep this operator; AOTAutograd, export and make_fx decompose it into torch's operations.
 
+_CONSTANTS = "bool normalize, str loops, float fill, str flow, str options"
 torch.library.define(
-    "insum_nn::graph_conv",
-    "(Tensor x, Tensor edge_index, Tensor? edge_weight, bool normalize, str loops, float fill, str flow, str options) "
-    "-> Tensor",
+    "insum_nn::graph_conv", f"(Tensor x, Tensor edge_index, Tensor? edge_weight, {_CONSTANTS}) -> Tensor"
 )
 
 
+def _of_constants(normalize: bool, loops: Loops, fill: float, flow: Flow, options: str) -> tuple[Recipe, Options]:
+    return Recipe(normalize, loops, fill, flow), Options.from_json(options)
+
+
 @torch.library.impl("insum_nn::graph_conv", "CompositeImplicitAutograd")
-def _composite(
-    x: Tensor,
-    edge_index: Tensor,
-    edge_weight: Tensor | None,
-    normalize: bool,
-    loops: str,
-    fill: float,
-    flow: str,
-    options: str,
-) -> Tensor:
-    recipe = Recipe(normalize, loops, fill, flow)  # type: ignore[arg-type]
-    return graph_conv(x, edge_index, edge_weight, recipe=recipe, options=Options.from_json(options))
+def _composite(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, *constants: Any) -> Tensor:
+    recipe, options = _of_constants(*constants)
+    return graph_conv(x, edge_index, edge_weight, recipe=recipe, options=options)
 
 
 # An entry without a row is an edge that does not count.
@@ -246,24 +248,16 @@ def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe:
 
 # Calls with `deterministic` or `validate` stay one operator, behind which the graph is kept as in eager calls.
 
+_CALL = f"Tensor x, Tensor edge_index, Tensor? edge_weight, {_CONSTANTS}, bool transposed"
 
-@torch.library.custom_op("insum_nn::graph_conv_call", mutates_args=())
-def _operator(
-    x: Tensor,
-    edge_index: Tensor,
-    edge_weight: Tensor | None,
-    normalize: bool,
-    loops: str,
-    fill: float,
-    flow: str,
-    options: str,
-    transposed: bool,
-) -> Tensor:
-    recipe = Recipe(normalize, loops, fill, flow)  # type: ignore[arg-type]
-    chosen = Options.from_json(options)
-    graph = graph_matrix(edge_index, x.shape[0], recipe, again=chosen.validate)
-    values = graph_values(graph, edge_weight, recipe, x.dtype, chosen)
-    return graph_product(graph, values, x, transposed=transposed, options=chosen)
+
+@torch.library.custom_op("insum_nn::graph_conv_call", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+def _operator(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, *rest: Any) -> Tensor:
+    *constants, transposed = rest
+    recipe, options = _of_constants(*constants)
+    graph = graph_matrix(edge_index, x.shape[0], recipe, again=options.validate)
+    values = graph_values(graph, edge_weight, recipe, x.dtype, options)
+    return graph_product(graph, values, x, transposed=transposed, options=options)
 
 
 @_operator.register_fake
@@ -271,46 +265,21 @@ def _operator_fake(x: Tensor, edge_index: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("insum_nn::graph_conv_weight_gradient", mutates_args=())
-def _weight_gradient(
-    grad: Tensor,
-    x: Tensor,
-    edge_index: Tensor,
-    edge_weight: Tensor,
-    normalize: bool,
-    loops: str,
-    fill: float,
-    flow: str,
-    options: str,
-    transposed: bool,
-) -> Tensor:
-    recipe = Recipe(normalize, loops, fill, flow)  # type: ignore[arg-type]
-    chosen = Options.from_json(options)
+@torch.library.custom_op(
+    "insum_nn::graph_conv_weight_gradient",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_CALL.replace('Tensor?', 'Tensor')}) -> Tensor",
+)
+def _weight_gradient(grad: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, *rest: Any) -> Tensor:
+    *constants, transposed = rest
+    recipe, options = _of_constants(*constants)
     graph = graph_matrix(edge_index, x.shape[0], recipe)
-    entries = graph.entries
-    of_values = graph_compare(graph, *((x, grad) if transposed else (grad, x)), chosen)
-    wide = wide_dtype(x.dtype)
-    of_values, weights = of_values.to(wide), entry_weights(entries, edge_weight.to(wide), fill)
-    if normalize:
-        of_values = _through_norm(graph, weights, of_values, chosen)
-    total = of_values.new_zeros(entries.num_edges + 1)
-    source = torch.arange(0, device=x.device) if entries.source is None else entries.source
-    # One entry per edge: sums of several arise only at the fill value, which is cut off.
-    return total.index_add(0, source, of_values)[:-1].to(edge_weight.dtype)
-
-
-def _through_norm(graph: GraphMatrix, weights: Tensor, of_values: Tensor, options: Options) -> Tensor:
-    """Return the gradient of weights from that of `D[row] * weight * D[col]`."""
-    ones = weights.new_ones(graph.num_nodes, 1)
-    degree = graph_product(graph, weights, ones, options=options)
-    root = inverse_root(degree)
-    scaled = weights * of_values
-    # Each root is read at both ends of an edge.
-    of_root = graph_product(graph, scaled, root, options=options)
-    of_root = of_root + graph_product(graph, scaled, root, transposed=True, options=options)
-    of_degree = -0.5 * of_root * root.pow(3)
-    entries = graph.entries
-    return of_values * (root[entries.row] * root[entries.col]).squeeze(1) + of_degree.squeeze(1)[entries.row]
+    of_values = graph_compare(graph, *((x, grad) if transposed else (grad, x)), options)
+    with recorded():
+        weight = edge_weight.detach().requires_grad_()
+        values = graph_values(graph, weight, recipe, x.dtype, options)
+        (of_weight,) = torch.autograd.grad(values, weight, of_values)
+    return of_weight
 
 
 @_weight_gradient.register_fake

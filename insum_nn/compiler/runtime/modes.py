@@ -26,6 +26,7 @@ __all__ = [
     "is_transformed",
     "outer_autocast",
     "plain_apply",
+    "recorded",
     "records_graph",
     "size_hint",
     "to_autocast",
@@ -92,6 +93,14 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply` for calls on what `is_plain_eager` accepts: it looks for no transform of `torch.func`."""
     return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return, misc]
+
+
+@contextmanager
+def recorded() -> Generator[None]:
+    """Record for autograd inside a registered operator, whose implementation torch calls with autograd excluded."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude.remove(_Keys.AutogradFunctionality)), torch.enable_grad():
+        yield
 
 
 def records_graph(tensors: Sequence[Tensor | None]) -> bool:
