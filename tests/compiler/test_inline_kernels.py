@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor, fx
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
@@ -155,6 +156,22 @@ def test_two_graph_convolutions_in_a_training_step(
     ranges = request.getfixturevalue("interpreter")
     for each, want in zip(inputs, wants, strict=True):
         torch.testing.assert_close(Interpreted(graph, ranges).run(*each), want, rtol=2e-4, atol=2e-4)
+
+
+def test_no_two_launches_write_to_the_same_memory(traced: Callable[..., fx.GraphModule]):
+    """Else Inductor copies memory that holds nothing before every launch."""
+    layers = [GCNConv(8, 8, options=GENERATED) for _ in range(3)]
+
+    def model(x: Tensor, edges: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x, edges).relu()
+        return x
+
+    graph = traced(gradients(model, 1), torch.randn(30, 8), torch.randint(30, (2, 90)))
+    # As AOTAutograd does to what it records.
+    merged = fx_graph_cse(graph.graph)
+    written = [node.kwargs["kwargs"]["out"] for node in launches(fx.GraphModule(graph, merged))]
+    assert len(set(written)) == len(written) == 6
 
 
 def test_what_no_kernel_computes_is_made_of_operations_of_torch(traced: Callable[..., fx.GraphModule]):

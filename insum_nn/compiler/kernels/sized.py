@@ -189,12 +189,17 @@ class UnsizedKernel:
             self.form.bound.layout.output_places
         )
         empty = f"torch.empty_strided(output, ({''.join(f'{step}, ' for step in steps)}), dtype=dtype, device=device)"
+        # AOTAutograd shares strided memory among all launches of a graph, which are then preceded by copies of it.
+        empty = f"{empty} if launch is None else torch.empty(output, dtype=dtype, device=device)"
         if splits or self.fills.never:
             lines += [f"whole, made = False, kernel.memory(initial, output, device, {covered})"]
         elif whole == "True":
             lines += [f"made = {empty}"]
         else:
-            lines += [f"whole = {whole}", f"made = {empty} if whole else kernel.memory(initial, output, device, False)"]
+            lines += [
+                f"whole = {whole}",
+                f"made = ({empty}) if whole else kernel.memory(initial, output, device, False)",
+            ]
         if self.strides.split:
             lines += [f"workspace = kernel.workspace(partition, output, device, {covered})"]
         if any(argument.kind == "rows" for argument in (*source.arguments, *source.sizes.values())):
