@@ -153,8 +153,9 @@ def _networks() -> Any:
     from matplotlib.figure import Figure
 
     rows = [row for row in _rows(GPU, ["network"]) if row.case.endswith("what=step")]
-    figure = Figure(figsize=(3.0 * len(rows), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(rows), squeeze=False)[0]
+    bars = [max(3, sum(record["ms"] is not None for record in row.group.values())) for row in rows]
+    figure = Figure(figsize=(0.75 * sum(bars) + 0.5 * len(bars), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(rows), squeeze=False, width_ratios=bars)[0]
     for panel, row in zip(panels, rows, strict=True):
         timed = {name: record["ms"] for name, record in row.group.items() if record["ms"] is not None}
         names = sorted(timed, key=lambda name: (not is_ours(name), name))
@@ -210,6 +211,9 @@ def _lines(device: str, family: str, pattern: str, modes: Sequence[str], axis: s
     colors = _colors(sorted(names, key=lambda p: not is_ours(p)))
     figure = Figure(figsize=(4.2 * len(modes), 3.6), layout="constrained")
     panels = figure.subplots(1, len(modes), squeeze=False)[0]
+    values = sorted({float(found[1]) for row in rows if (found := re.search(pattern, row.case))})
+    # Sizes on a logarithmic axis; parts of a whole, which lie too close together near 1, at equal distances.
+    places = {value: value if values[0] >= 1 else place for place, value in enumerate(values)}
     for panel, mode in zip(panels, modes, strict=True):
         for name in names:
             points: list[tuple[float, float]] = []
@@ -218,14 +222,13 @@ def _lines(device: str, family: str, pattern: str, modes: Sequence[str], axis: s
                 who = row.ours[0] if row.ours and is_ours(name) else name
                 found, timed = re.search(pattern, row.case), row.group.get(who)
                 if row.mode == mode and found and timed is not None and timed["ms"] is not None:
-                    points.append((float(found[1]), timed["ms"]["p50"] * 1e3))
+                    points.append((places[float(found[1])], timed["ms"]["p50"] * 1e3))
             if points:
                 points.sort()
                 panel.plot(*zip(*points, strict=True), "o-", color=colors[name], label=_label(name), markersize=4)
-        values = sorted({float(found[1]) for row in rows if (found := re.search(pattern, row.case))})
         panel.set_xscale("log" if values[0] >= 1 else "linear")
         panel.set_yscale("log")
-        panel.set_xticks(values, [f"{value:g}" for value in values])
+        panel.set_xticks(list(places.values()), [f"{value:g}" for value in places])
         panel.xaxis.set_minor_locator(ticker.NullLocator())
         for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
             set_formatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "125" else "")

@@ -1,4 +1,4 @@
-"""Draws docs/figures: the pictures of the language page as SVG, and the README's room.
+"""Draws docs/figures: the pictures of the language page as SVG, and the README's badges and room.
 
     python docs/tools/pictures.py               write the SVG files
     python docs/tools/pictures.py --room DIR    also train on two rooms of S3DIS, half a minute, and write room.png
@@ -10,9 +10,11 @@ SVG text is the same on every machine; a test compares it with the files.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -329,9 +331,27 @@ def combining() -> Drawing:
     return draw
 
 
+def badges() -> Drawing:
+    """What the package runs on and its licence, as pyproject.toml has them."""
+    text = (FIGURES.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    pythons = [c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r"Python :: 3\.\d+$", c)]
+    (oldest,) = re.findall(r"torch>=([\d.]+)", " ".join(project["dependencies"]))
+    versions = {"Python": f"{pythons[0]} to {pythons[-1]}", "PyTorch": f"{oldest} or later"}
+    shown = {**versions, "licence": project["license"]}
+    widths = [(8 * len(name) + 12, 8 * len(value) + 12) for name, value in shown.items()]
+    drawing, x = Drawing(sum(map(sum, widths)) + 8 * (len(shown) - 1), 20), 0
+    for (name, value), (left, right) in zip(shown.items(), widths, strict=True):
+        for start, width, fill, words in ((x, left, "#546e7a", name), (x + left, right, LINES[0], value)):
+            drawing.parts.append(f'<rect x="{start}" width="{width}" height="20" fill="{fill}"/>')
+            drawing.words(start + width / 2, 14, words, size=12, anchor="middle", ink=PAPER)
+        x += left + right + 8
+    return drawing
+
+
 PICTURES: dict[str, Callable[[], Drawing]] = {
     f"{make.__name__}.svg": make
-    for make in (gather, scatter, product, missing, affine, maximum, gradient, formats, combining)
+    for make in (badges, gather, scatter, product, missing, affine, maximum, gradient, formats, combining)
 }
 
 

@@ -29,6 +29,10 @@ OUTSIDE = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+)([^)#\s]+)(?:#[^)]*)?\)")
 PIECES = re.compile(
     r"<(pre|code|svg|script|style)\b.*?</\1>|<[^>]*>|(\d) (ms|us|s|MiB|GiB|%)(?![\w])|(\d{4})-(\d\d)-(\d\d)", re.DOTALL
 )
+# A script, a style or an image that a reader's browser would fetch from elsewhere.
+FETCHED = re.compile(
+    r"""<(?:script|img|iframe)\b[^>]*\bsrc=["']?https?:[^>]*>|<link\b[^>]*rel=["']?stylesheet[^>]*https?:[^>]*>"""
+)
 NOTE = "\n\n*The output above is that of this page's code, run when the site was built: {seconds:.0f} s ({where}).*\n"
 
 _records: dict[str, Record] = {}
@@ -72,6 +76,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Keep numbers with their units, and dates, on one line; let a line end between the parts of a case's name."""
     return PIECES.sub(unbroken, html)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Refuse a page that makes a browser fetch something from another host."""
+    if found := FETCHED.search(output):
+        raise PluginError(f"{page.file.src_uri} fetches from elsewhere: {found[0]}")
+    return output
 
 
 def unbroken(found: re.Match[str]) -> str:

@@ -65,6 +65,8 @@ def require_format(
     if isinstance(value, Tensor):
         how = "from_dense" if value.layout == torch.strided else "from_torch"
         fix = f"convert it once, {recommended.__name__}.{how}({argument}), and keep the result."
+    elif isinstance(value, SparseFormat) and not isinstance(value, FORMATS):
+        fix = f"register its statement with insum_nn.ops.register, or convert it to a {recommended.__name__}."
     elif isinstance(value, SparseFormat):
         fix = f"convert it once, {recommended.__name__}.from_coo({argument}), and keep the result."
     else:

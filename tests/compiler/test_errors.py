@@ -92,6 +92,7 @@ SYNTAX = {
     "no_factor": "C[i] +=",
     "no_output": "+= A[i]",
     "output_is_a_number": "3 += A[i]",
+    "einsum_of_torch": "ik,kj->ij",
     "unknown_operator": "C[i] -= A[i]",
     "product_assign": "C[i] *= A[i]",
     "spaced_operator": "C[i] + = A[i]",

@@ -36,6 +36,7 @@ _HINTS = {
     ":=": "write '=' to assign, or '+=' to add.",
     "/": "pass a precomputed factor or index tensor; the language has products and affine sums only.",
     "%": "pass a precomputed index tensor; the language has products and affine sums only.",
+    ">": "write the output first, and name the tensors, for example C[i,j] += A[i,k] * B[k,j].",
     "@": "write a matrix product with indices, for example C[i,j] += A[i,k] * B[k,j].",
     "'": "write names without quotes.",
     '"': "write names without quotes.",

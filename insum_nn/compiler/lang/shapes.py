@@ -313,7 +313,7 @@ def _complete_shape(statement: Statement, output: Sequence[int | None]) -> tuple
             expression=statement.text,
             spans=[subscript.span for subscript in subscripts],
             details=[f"'{subscript}' does not say how many entries the axis has" for subscript in subscripts],
-            fix=f"pass out_shape=({', '.join('...' if e is None else 'None' for e in output)}"
+            fix=f"pass out_shape=({', '.join('extent' if e is None else 'None' for e in output)}"
             f"{',' if len(output) == 1 else ''}), or an initial value for '{name}'.",
             axis=unknown[0],
             axes=tuple(unknown),

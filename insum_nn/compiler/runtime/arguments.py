@@ -16,7 +16,7 @@ __all__ = ["call_key", "check_kinds", "check_static", "kinds_of", "stand_in", "s
 
 _KINDS: dict[str, tuple[type, str]] = {
     "sizes": (Mapping, "a dict of extents by index name"),
-    "out_shape": (Sequence, "a tuple of extents"),
+    "out_shape": (Sequence, "a tuple of extents such as (4, None)"),
     "tensors": (Mapping, "a dict of tensors by name"),
     "facts": (Mapping, "a dict of IndexFacts by tensor name"),
     "static": (Mapping, "a dict of tensors by name"),

@@ -283,8 +283,8 @@ class TensorProductConv(torch.nn.Module, HasOptions):
                 faults.append(
                     InputError(
                         f"Shape mismatch: '{name}' does not fit the layer or the number of edges",
-                        details=[f"expected {wanted}; got {tuple(tensor.shape)}"],
-                        fix=f"pass {name} of this shape; edges are the rows of Y.",
+                        details=[f"expected ({', '.join(map(str, wanted))}); got {tuple(tensor.shape)}"],
+                        fix=f"pass {name} of this shape{'' if name == 'X' else '; edges are the rows of Y'}.",
                         expected=wanted,
                         got=tuple(tensor.shape),
                     )
