@@ -8,16 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.errors import (
-    InsumDeviceError,
-    InsumDtypeError,
-    InsumError,
-    InsumFormatError,
-    InsumShapeError,
-    raise_collected,
-)
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops.statements import span_of, to_autocast, under_autocast
+from insum_nn.ops.faults import Faults
+from insum_nn.ops.statements import to_autocast, under_autocast
 
 __all__ = [
     "FORMATS",
@@ -150,7 +144,7 @@ def named_tensors(caller: str, expression: str, matrix: SparseFormat, operands: 
         check = _Check(caller, expression, values)
         for operand in operands:
             check.operand(operand)
-        raise_collected(check.faults)
+        check.raise_all()
     for operand in operands:
         named[operand.symbol] = operand.tensor
     return named
@@ -172,50 +166,36 @@ def _fit(values: Tensor, operands: Sequence[Operand]) -> bool:
     return True
 
 
-class _Check:
-    """Collects the errors of one call's operands."""
+class _Check(Faults):
+    """What is wrong with one call's dense operands."""
 
     def __init__(self, caller: str, expression: str, values: Tensor) -> None:
-        self.caller = caller
-        self.expression = expression
+        super().__init__(caller, expression)
         self.values = values
-        self.faults: list[InsumError] = []
         self.extents: dict[str, tuple[str, int]] = {}
 
-    def add(
-        self,
-        kind: type[InsumError],
-        operand: Operand,
-        message: str,
-        *,
-        fix: str,
-        details: Sequence[str] = (),
-        **fields: Any,
-    ) -> None:
-        spans = span_of(self.expression, operand.symbol)
-        if kind is InsumDtypeError:
-            spans = span_of(self.expression, "Val") + spans
-        text = f"{self.caller}: '{operand.argument}' {message}"
-        fields["argument"] = operand.argument
-        self.faults.append(kind(text, expression=self.expression, spans=spans, details=details, fix=fix, **fields))
-
     def operand(self, operand: Operand) -> None:
-        argument, _, tensor, _ = operand
+        argument, symbol, tensor, _ = operand
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             got = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
             fix = f"pass {argument} as a dense torch.Tensor."
-            self.add(InsumFormatError, operand, f"must be a dense tensor, got {got}", fix=fix, got=got)
+            message = f"must be a dense tensor, got {got}"
+            self.add(InsumFormatError, argument, message, fix=fix, symbols=[symbol], got=got)
             return
         self.shape(operand)
         dtype, device = self.values.dtype, self.values.device
         if tensor.dtype != dtype:
             fix = f"pass {argument}.to({dtype}), or convert the format with to(dtype={tensor.dtype})."
             message = f"is {tensor.dtype}, the sparse values are {dtype}"
-            self.add(InsumDtypeError, operand, message, fix=fix, expected=dtype, got=tensor.dtype)
+            self.add(
+                InsumDtypeError, argument, message, fix=fix, symbols=["Val", symbol], expected_got=(dtype, tensor.dtype)
+            )
         if tensor.device != device:
             message = f"is on {tensor.device}, the sparse tensor on {device}"
             fix = f"pass {argument}.to('{device}')."
-            self.add(InsumDeviceError, operand, message, fix=fix, expected=device, got=tensor.device)
+            self.add(
+                InsumDeviceError, argument, message, fix=fix, symbols=[symbol], expected_got=(device, tensor.device)
+            )
 
     def shape(self, operand: Operand) -> None:
         """Check the rank, then each extent; an operand that has a free letter first binds it."""
@@ -225,7 +205,15 @@ class _Check:
         if len(shape) != len(axes):
             message = f"must have {_counted(len(axes), 'dimension')}, got {len(shape)}"
             fix = f"reshape {argument} to {expected}."
-            self.add(InsumShapeError, operand, message, details=details, fix=fix, expected=len(axes), got=shape)
+            self.add(
+                InsumShapeError,
+                argument,
+                message,
+                details=details,
+                fix=fix,
+                symbols=[symbol],
+                expected_got=(len(axes), shape),
+            )
             return
         for axis, ((letter, extent), got) in enumerate(zip(axes, shape, strict=True)):
             source = "the sparse tensor"
@@ -234,8 +222,8 @@ class _Check:
             if got != extent:
                 message = f"has extent {got} along axis {axis}, {source} requires {extent}"
                 fix = f"give axis {axis} of {argument} the extent {extent}."
-                fields = {"axis": axis, "expected": extent, "got": got}
-                self.add(InsumShapeError, operand, message, details=details, fix=fix, **fields)
+                known: dict[str, Any] = {"symbols": [symbol], "expected_got": (extent, got), "axis": axis}
+                self.add(InsumShapeError, argument, message, details=details, fix=fix, **known)
 
     def shown(self, axes: tuple[tuple[str, int | None], ...]) -> str:
         """Return a shape as a message shows it: known extents as numbers, free ones as letters."""

@@ -12,16 +12,15 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Explanation, Program, built_program, many_by_columns, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import require_format
 from insum_nn.ops.block_linear_columns import COLUMNS, COLUMNS_FACTS, TRANSPOSED, BlockColumns
+from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import (
-    layer_elsewhere,
     pad_axis,
     run,
-    span_of,
     static_shape,
     to_autocast,
     under_autocast,
@@ -232,50 +231,23 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, ...], bias: Tensor |
     if fits and weight.device == device and (bias is None or (bias.shape == (m,) and bias.device == device)):
         # One look instead of each.
         return
-    faults: list[InsumError] = []
-    expression = BLOCK_LINEAR["BlockCOO"]
+    faults = Faults("block_linear", BLOCK_LINEAR["BlockCOO"])
     if input.ndim == 0 or got[-1] != k:
-        faults.append(
-            InsumShapeError(
-                f"block_linear: 'input' has {got[-1] if got else 'no'} features, the weight reads {k}",
-                expression=expression,
-                spans=span_of(expression, "X"),
-                details=[f"expected shape (..., {k}); got {got}"],
-                fix=f"pass an input whose last dimension is {k}.",
-                argument="input",
-                expected=k,
-                got=got,
-            )
+        message = f"has {got[-1] if got else 'no'} features, the weight reads {k}"
+        details = [f"expected shape (..., {k}); got {got}"]
+        fix = f"pass an input whose last dimension is {k}."
+        faults.add(InsumShapeError, "input", message, details=details, fix=fix, symbols=["X"], expected_got=(k, got))
+    faults.bias(bias, m, "feature")
+    number = input.dtype.is_floating_point or input.dtype.is_complex
+    if not number or (input.dtype != weight.dtype and not under_autocast(input.device)):
+        unequal = f"is {input.dtype}, the weight is {weight.dtype}"
+        message = unequal if number else f"must be floating, got {input.dtype}"
+        fix = f"pass input.to({weight.dtype}){', or run under torch.autocast' if number else ''}."
+        faults.add(
+            InsumDtypeError, "input", message, fix=fix, symbols=["W", "X"], expected_got=(weight.dtype, input.dtype)
         )
-    if bias is not None and tuple(bias.shape) != (m,):
-        faults.append(
-            InsumShapeError(
-                f"block_linear: 'bias' has shape {tuple(bias.shape)}",
-                details=[f"expected ({m},)"],
-                fix="give the bias one entry per output feature.",
-                argument="bias",
-                expected=(m,),
-                got=tuple(bias.shape),
-            )
-        )
-    if not (input.dtype.is_floating_point or input.dtype.is_complex):
-        fix = f"pass input.to({weight.dtype})."
-        faults.append(_dtype_fault(f"'input' must be floating, got {input.dtype}", weight.dtype, input.dtype, fix))
-    elif input.dtype != weight.dtype and not under_autocast(input.device):
-        fix = f"pass input.to({weight.dtype}), or run under torch.autocast."
-        message = f"'input' is {input.dtype}, the weight is {weight.dtype}"
-        faults.append(_dtype_fault(message, weight.dtype, input.dtype, fix))
-    faults += layer_elsewhere("block_linear", weight, bias, "input", input)
-    return raise_collected(faults)
-
-
-def _dtype_fault(message: str, expected: torch.dtype, got: torch.dtype, fix: str) -> InsumError:
-    expression = BLOCK_LINEAR["BlockCOO"]
-    spans = span_of(expression, "W") + span_of(expression, "X")
-    text = f"block_linear: {message}"
-    return InsumDtypeError(
-        text, expression=expression, spans=spans, fix=fix, argument="input", expected=expected, got=got
-    )
+    faults.layer_devices(weight, bias, "input", input)
+    return faults.raise_all()
 
 
 def block_linear_expression(weight: BlockFormat) -> str:

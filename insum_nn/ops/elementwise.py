@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError
+from insum_nn.errors import InsumFormatError
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, check_mode, named_tensors, require_format, subscripts
+from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import pad_axis, run
 
 __all__ = [
@@ -204,20 +205,10 @@ def same_structure(a: SparseFormat, b: SparseFormat) -> bool:
 
 def _checked_pair(caller: str, tensor: SparseFormat, other: SparseFormat) -> Tensor:
     """Return the values of `other` if it can meet `tensor` slot by slot."""
-    if other.dtype != tensor.dtype:
-        raise InsumDtypeError(
-            f"{caller}: 'other' is {other.dtype}, 'tensor' is {tensor.dtype}",
-            fix=f"pass other.to(dtype={tensor.dtype}).",
-            expected=tensor.dtype,
-            got=other.dtype,
-        )
-    if other.device != tensor.device:
-        raise InsumDeviceError(
-            f"{caller}: 'other' is on {other.device}, 'tensor' on {tensor.device}",
-            fix=f"pass other.to('{tensor.device}').",
-            expected=tensor.device,
-            got=other.device,
-        )
+    faults = Faults(caller)
+    faults.dtype("other", other, "tensor", tensor, fix=f"pass other.to(dtype={tensor.dtype}).")
+    faults.device("other", other, "tensor", tensor)
+    faults.raise_all()
     if not same_structure(tensor, other):
         raise InsumFormatError(
             f"{caller}: 'tensor' and 'other' store different entries",

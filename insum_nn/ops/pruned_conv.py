@@ -8,9 +8,10 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Program, built_program
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.statements import layer_elsewhere, run, static_shape, under_autocast
+from insum_nn.ops.faults import Faults
+from insum_nn.ops.statements import run, static_shape, under_autocast
 
 __all__ = [
     "PRUNED_CONV2D_FACTS",
@@ -144,33 +145,22 @@ def pruned_conv2d(
 
 def check_pruned_conv2d(input: Tensor, weight: Tensor, channels: int, bias: Tensor | None, expression: str) -> None:
     """Raise unless `input` is an image batch that fits the weight."""
-    faults: list[InsumError] = []
+    faults = Faults("pruned_conv2d", expression)
     got = tuple(static_shape(input))
     if len(got) != 4 or got[1] != channels:
-        faults.append(
-            InsumShapeError(
-                f"pruned_conv2d: 'input' must be a batch of images of {channels} channels",
-                expression=expression,
-                details=[f"expected shape (n, {channels}, rows, columns); got {got}"],
-                fix=f"pass images with {channels} channels.",
-                argument="input",
-                expected=channels,
-                got=got,
-            )
+        message, fix = f"must be a batch of images of {channels} channels", f"pass images with {channels} channels."
+        details = [f"expected shape (n, {channels}, rows, columns); got {got}"]
+        faults.add(
+            InsumShapeError, "input", message, details=details, fix=fix, symbols=["I"], expected_got=(channels, got)
         )
     if input.dtype != weight.dtype and not (input.dtype.is_floating_point and under_autocast(input.device)):
-        faults.append(
-            InsumDtypeError(
-                f"pruned_conv2d: 'input' is {input.dtype}, the weight is {weight.dtype}",
-                expression=expression,
-                fix=f"pass input.to({weight.dtype}), or run floating inputs under torch.autocast.",
-                argument="input",
-                expected=weight.dtype,
-                got=input.dtype,
-            )
+        message = f"is {input.dtype}, the weight is {weight.dtype}"
+        fix = f"pass input.to({weight.dtype}), or run floating inputs under torch.autocast."
+        faults.add(
+            InsumDtypeError, "input", message, fix=fix, symbols=["F", "I"], expected_got=(weight.dtype, input.dtype)
         )
-    faults += layer_elsewhere("pruned_conv2d", weight, bias, "input", input)
-    raise_collected(faults)
+    faults.layer_devices(weight, bias, "input", input)
+    faults.raise_all()
 
 
 def pruned_conv2d_program(expression: str, options: Options = DEFAULT) -> Program:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Program, built_program, by_table, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
 from insum_nn.facts import NamedFacts
+from insum_nn.ops.faults import Faults
 from insum_nn.ops.sparse_conv_table import (
     repeated_conv,
     table_conv,
@@ -16,7 +17,7 @@ from insum_nn.ops.sparse_conv_table import (
     table_operands,
     table_statement,
 )
-from insum_nn.ops.statements import layer_elsewhere, run, to_autocast
+from insum_nn.ops.statements import run, to_autocast
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import TABLE_FACTS
 
@@ -242,94 +243,55 @@ def _values(features: Tensor, weight: Tensor, groups: int, *, pointwise: bool) -
 
 def check_features(owner: str, features: Tensor, rows: int | None = None, device: torch.device | None = None) -> None:
     """Raise unless `features` is a floating (rows, channels) tensor on the voxels' device, where these are given."""
-    faults: list[InsumError] = []
+    faults = Faults(owner)
     shape = tuple(features.shape)
     if features.ndim != 2 or (rows is not None and shape[0] != rows):
-        faults.append(
-            InsumShapeError(
-                f"{owner}: 'features' must have one row per input voxel",
-                details=[f"expected shape ({'voxels' if rows is None else rows}, channels); got {shape}"],
-                fix="pass the features in the order of the tensor's indices.",
-                argument="features",
-                expected=rows,
-                got=shape,
-            )
+        faults.add(
+            InsumShapeError,
+            "features",
+            "must have one row per input voxel",
+            details=[f"expected shape ({'voxels' if rows is None else rows}, channels); got {shape}"],
+            fix="pass the features in the order of the tensor's indices.",
+            expected_got=(rows, shape),
         )
     if not features.dtype.is_floating_point:
-        faults.append(
-            InsumDtypeError(
-                f"{owner}: 'features' must be floating, got {str(features.dtype).removeprefix('torch.')}",
-                fix="pass features.float().",
-                argument="features",
-                got=features.dtype,
-            )
-        )
+        message = f"must be floating, got {str(features.dtype).removeprefix('torch.')}"
+        faults.add(InsumDtypeError, "features", message, fix="pass features.float().", got=features.dtype)
     if device is not None and features.device != device:
-        faults.append(
-            InsumDeviceError(
-                f"{owner}: 'features' is on {features.device}, the voxels are on {device}",
-                fix=f"pass features.to('{device}').",
-                argument="features",
-                expected=device,
-                got=features.device,
-            )
-        )
-    if faults:
-        raise_collected(faults)
+        message, fix = f"is on {features.device}, the voxels are on {device}", f"pass features.to('{device}')."
+        faults.add(InsumDeviceError, "features", message, fix=fix, expected_got=(device, features.device))
+    faults.raise_all()
 
 
 def _check_weight(
     expression: str, features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int
 ) -> None:
-    faults: list[InsumError] = []
+    faults = Faults("sparse_conv", expression)
     shape = tuple(weight.shape)
     kernel = (1,) * (len(shape) - 2) if kernel_map is None else kernel_map.geometry.kernel_size
     if weight.ndim != len(kernel) + 2 or shape[1:-1] != kernel or shape[0] % groups:
-        faults.append(
-            InsumShapeError(
-                f"sparse_conv: 'weight' has shape {shape}",
-                expression=expression,
-                details=[f"expected (out_channels, {', '.join(map(str, kernel))}, in_channels / {groups} groups)"],
-                fix="give the weight the kernel size of the map, with in_channels last.",
-                argument="weight",
-                expected=kernel,
-                got=shape,
-            )
+        faults.add(
+            InsumShapeError,
+            "weight",
+            f"has shape {shape}",
+            details=[f"expected (out_channels, {', '.join(map(str, kernel))}, in_channels / {groups} groups)"],
+            fix="give the weight the kernel size of the map, with in_channels last.",
+            symbols=["W"],
+            expected_got=(kernel, shape),
         )
-    elif features.shape[1] != shape[-1] * groups:
-        faults.append(
-            InsumShapeError(
-                f"sparse_conv: 'features' has {features.shape[1]} channels, 'weight' reads {shape[-1] * groups}",
-                expression=expression,
-                details=[f"features {tuple(features.shape)}, weight {shape}, groups {groups}"],
-                fix=f"pass features with {shape[-1] * groups} channels.",
-                argument="features",
-                expected=shape[-1] * groups,
-                got=features.shape[1],
-            )
+    elif features.shape[1] != (channels := shape[-1] * groups):
+        faults.add(
+            InsumShapeError,
+            "features",
+            f"has {features.shape[1]} channels, 'weight' reads {channels}",
+            details=[f"features {tuple(features.shape)}, weight {shape}, groups {groups}"],
+            fix=f"pass features with {channels} channels.",
+            symbols=["In", "W"],
+            expected_got=(channels, features.shape[1]),
         )
-    if bias is not None and tuple(bias.shape) != shape[:1]:
-        faults.append(
-            InsumShapeError(
-                f"sparse_conv: 'bias' has shape {tuple(bias.shape)}",
-                details=[f"expected ({shape[0]},)"],
-                fix="give the bias one entry per output channel.",
-                argument="bias",
-                expected=shape[:1],
-                got=tuple(bias.shape),
-            )
-        )
+    faults.bias(bias, shape[0], "channel")
     if weight.dtype != features.dtype:
-        faults.append(
-            InsumDtypeError(
-                f"sparse_conv: 'features' is {features.dtype}, 'weight' is {weight.dtype}",
-                expression=expression,
-                fix=f"pass features.to({weight.dtype}), or run under torch.autocast.",
-                argument="features",
-                expected=weight.dtype,
-                got=features.dtype,
-            )
-        )
-    faults += layer_elsewhere("sparse_conv", weight, bias, "features", features)
-    if faults:
-        raise_collected(faults)
+        fix = f"pass features.to({weight.dtype}), or run under torch.autocast."
+        faults.dtype("features", features, "weight", weight, fix=fix, symbols=["In", "W"])
+    faults.layer_devices(weight, bias, "features", features)
+    faults.raise_all()

@@ -7,13 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from insum_nn.dtypes import INDEX_DTYPES
-from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.statements import other_device
+from insum_nn.errors import InsumDtypeError, InsumShapeError
+from insum_nn.ops.faults import Faults
 from insum_nn.ops.tensor_product_spec import ProductLayout
 
-__all__ = ["check_operands", "other_dtype"]
-
-_CALLER = "tensor_product: "
+__all__ = ["check_operands"]
 
 
 def check_operands(
@@ -33,26 +31,29 @@ def check_operands(
         InsumDtypeError: an operand is no tensor, dtypes differ, or an edge's end is no integer.
         InsumDeviceError: devices differ.
     """
+    faults = Faults("tensor_product")
     for name, value in {"x": x, "y": y, "weight": weight, "receivers": receivers, "senders": senders}.items():
         required = name in ("x", "y", "weight")
         if not isinstance(value, Tensor) and (required or value is not None):
-            raise _kind(
-                name, f"must be a tensor, got {type(value).__name__}", f"pass {name} as a tensor.", Tensor, value
-            )
-    faults: list[InsumError] = []
+            message, fix = f"must be a tensor, got {type(value).__name__}", f"pass {name} as a tensor."
+            faults.add(InsumDtypeError, name, message, fix=fix, expected_got=(Tensor, value))
+            faults.raise_all()
     spec = layout.spec
     ends = {"receivers": receivers, "senders": senders}
     given = {name: index for name, index in ends.items() if index is not None}
+    unasked = "is given, but the spec is no convolution"
     for name, index in ends.items():
         if spec.convolution and index is None:
-            faults.append(_fault(name, "is missing: the spec is a convolution", "give both ends of each edge."))
+            message = "is missing: the spec is a convolution"
+            faults.add(InsumShapeError, name, message, fix="give both ends of each edge.")
         elif not spec.convolution and index is not None:
             fix = "leave it out, or build the spec with convolution=True."
-            faults.append(_fault(name, "is given, but the spec is no convolution", fix))
+            faults.add(InsumShapeError, name, unasked, fix=fix)
     if num_receivers is not None and not spec.convolution:
-        faults.append(_fault("num_receivers", "is given, but the spec is no convolution", "leave it out."))
+        faults.add(InsumShapeError, "num_receivers", unasked, fix="leave it out.")
     elif num_receivers is not None and num_receivers < 0:
-        faults.append(_fault("num_receivers", f"is {num_receivers}", "pass a number of nodes.", got=num_receivers))
+        message, fix = f"is {num_receivers}", "pass a number of nodes."
+        faults.add(InsumShapeError, "num_receivers", message, fix=fix, got=num_receivers)
     rows: Any = senders.shape[0] if senders is not None and senders.ndim == 1 else None
     rows, what = (rows, "edges") if spec.convolution else (x.shape[0] if x.ndim else None, "samples")
     expected: dict[str, tuple[Tensor, tuple[Any, ...]]] = {
@@ -66,47 +67,21 @@ def check_operands(
         if len(got) != len(shape) or any(e is not None and e != g for e, g in zip(shape, got, strict=True)):
             names = ["n" if e is None else str(e) for e in shape]
             shown = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
-            message, fix = f"has shape {got}", f"pass {name} of shape {shown}, for {rows} {what}."
-            faults.append(_fault(name, message, fix, details=[f"expected {shown}; got {got}"], expected=shape, got=got))
-    faults += _kinds(x, y, weight, given)
-    raise_collected(faults)
-
-
-def other_dtype(name: str, tensor: Tensor, first: str, anchor: Tensor, *, caller: str = "") -> list[InsumError]:
-    """Return an error if a tensor has another dtype than the first one."""
-    if tensor.dtype == anchor.dtype:
-        return []
-    return [
-        InsumDtypeError(
-            f"{caller}'{name}' is {tensor.dtype}, '{first}' is {anchor.dtype}",
-            fix=f"pass {name}.to({anchor.dtype}).",
-            argument=name,
-            expected=anchor.dtype,
-            got=tensor.dtype,
-        )
-    ]
-
-
-def _kinds(x: Tensor, y: Tensor, weight: Tensor, ends: dict[str, Tensor]) -> list[InsumError]:
-    faults: list[InsumError] = []
+            details, fix = [f"expected {shown}; got {got}"], f"pass {name} of shape {shown}, for {rows} {what}."
+            faults.add(InsumShapeError, name, f"has shape {got}", details=details, fix=fix, expected_got=(shape, got))
     # Where there are no weights, their dtype and device do not matter.
     factors = {"y": y} | ({"weight": weight} if weight.numel() else {})
-    for name, tensor in (factors | ends).items():
-        faults += other_device(name, tensor, "x", x, caller=_CALLER)
+    for name, tensor in (factors | given).items():
+        faults.device(name, tensor, "x", x)
     if not x.dtype.is_floating_point:
-        faults.append(_kind("x", f"must be floating-point, got {x.dtype}", "pass x.float().", None, x.dtype))
+        message = f"must be floating-point, got {x.dtype}"
+        faults.add(InsumDtypeError, "x", message, fix="pass x.float().", expected_got=(None, x.dtype))
     for name, tensor in factors.items():
-        faults += other_dtype(name, tensor, "x", x, caller=_CALLER)
-    for name, index in ends.items():
+        faults.dtype(name, tensor, "x", x)
+    for name, index in given.items():
         if index.dtype not in INDEX_DTYPES:
             message = f"must be int32 or int64, got {index.dtype}"
-            faults.append(_kind(name, message, f"pass {name}.long().", INDEX_DTYPES, index.dtype))
-    return faults
-
-
-def _fault(name: str, message: str, fix: str, **fields: Any) -> InsumError:
-    return InsumShapeError(f"{_CALLER}'{name}' {message}", fix=fix, argument=name, **fields)
-
-
-def _kind(name: str, message: str, fix: str, expected: Any, got: Any) -> InsumError:
-    return InsumDtypeError(f"{_CALLER}'{name}' {message}", fix=fix, argument=name, expected=expected, got=got)
+            faults.add(
+                InsumDtypeError, name, message, fix=f"pass {name}.long().", expected_got=(INDEX_DTYPES, index.dtype)
+            )
+    faults.raise_all()

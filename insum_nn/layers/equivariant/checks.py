@@ -10,8 +10,8 @@ from torch import Tensor
 
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
-from insum_nn.ops.statements import other_device, under_autocast
-from insum_nn.ops.tensor_product_checks import other_dtype
+from insum_nn.ops.faults import Faults
+from insum_nn.ops.statements import under_autocast
 
 __all__ = [
     "InputError",
@@ -83,10 +83,12 @@ def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
             )
         )
     relaxed = under_autocast(anchor.device)
+    unequal = Faults()
     for name, tensor in rest:
-        faults += other_device(name, tensor, first, anchor)
+        unequal.device(name, tensor, first, anchor)
         if not relaxed:
-            faults += other_dtype(name, tensor, first, anchor)
+            unequal.dtype(name, tensor, first, anchor)
+    faults += unequal.found
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

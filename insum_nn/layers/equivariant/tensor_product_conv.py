@@ -15,7 +15,8 @@ from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
 from insum_nn.layers.equivariant.adoption import HasOptions
 from insum_nn.layers.equivariant.checks import InputError, check_same, fits_plainly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
-from insum_nn.ops.statements import other_device, to_autocast
+from insum_nn.ops.faults import Faults
+from insum_nn.ops.statements import to_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, expressions
 
 __all__ = ["TensorProductConv"]
@@ -290,6 +291,7 @@ class TensorProductConv(torch.nn.Module, HasOptions):
                     )
                 )
         check_same({"X": X, "Y": Y} | ({"W": weight} if weight.numel() else {}), faults)
+        elsewhere = Faults()
         for name, index in indices.items():
             if index.dtype not in INDEX_DTYPES:
                 faults.append(
@@ -299,8 +301,8 @@ class TensorProductConv(torch.nn.Module, HasOptions):
                         got=index.dtype,
                     )
                 )
-            faults += other_device(name, index, "X", X)
-        raise_collected(faults)
+            elsewhere.device(name, index, "X", X)
+        raise_collected(faults + elsewhere.found)
 
 
 def _from_problem(problem: Any) -> TensorProduct:

@@ -332,6 +332,7 @@ def test_bad_inputs():
     assert str(caught.value) == (
         "pruned_conv2d: 'input' must be a batch of images of 6 channels\n"
         "  O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k],q+S[g,k]]\n"
+        "                                  ^\n"
         "  expected shape (n, 6, rows, columns); got (2, 5, 7, 7)\n"
         "  fix: pass images with 6 channels."
     )
