@@ -5,11 +5,13 @@
     results/history/<kind>/<date>-<device>*.json     runs of commands with a layout of their own; see `KINDS`
     results/current/<device>/<kind>/<family>.json    copied from one of these
 
-`python -m benchmarks.archive` rewrites `current`; `--check` only compares. A family's records of one file and one
-commit are candidates; of those that have at least three quarters of the comparisons that the most complete candidate
-has, the newest is taken. A comparison is a representative case and mode in which we and a strong baseline were timed:
-one whose least time in all of the history is within a quarter of the least of any. For the other kinds `Kind.counts`
-says what a comparison is. Records of different commits are never combined.
+`python -m benchmarks.archive` rewrites `current`; `--check` only compares. Files that `--out` wrote, on another machine
+for example, come into the history by `python -m benchmarks.archive FILE ...`.
+
+A family's records of one file and one commit are candidates; of those that have at least three quarters of the
+comparisons that the most complete candidate has, the newest is taken. A comparison is a representative case and mode in
+which we and a strong baseline were timed: one whose least time in all of the history is within a quarter of the least
+of any. For the other kinds `Kind.counts` says what a comparison is. Records of different commits are never combined.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ __all__ = [
     "KINDS",
     "Candidate",
     "Kind",
+    "add",
     "candidates",
     "current_entries",
     "current_files",
@@ -85,19 +88,23 @@ class Kind(NamedTuple):
     """Results that are not `Record`s: lists of dictionaries with the keys of `Machine`.
 
     Attributes:
+        key: that entries of this kind alone have.
         family: which file of `current` an entry belongs to.
         counts: whether an entry makes a run more complete.
     """
 
+    key: str
     family: Callable[[Any], str]
     counts: Callable[[Any], bool]
 
 
 # Folder -> what lies in it.
 KINDS = {
-    "first_steps": Kind(lambda e: e["case"].partition("/")[0], lambda e: e["process"] == "cold" and bool(e["steps"])),
-    "data_parallel": Kind(lambda e: e["network"], lambda e: bool(e["seconds"])),
-    "selection": Kind(lambda _: "all", lambda _: True),
+    "first_steps": Kind(
+        "process", lambda e: e["case"].partition("/")[0], lambda e: e["process"] == "cold" and bool(e["steps"])
+    ),
+    "data_parallel": Kind("ranks", lambda e: e["network"], lambda e: bool(e["seconds"])),
+    "selection": Kind("stored_us", lambda _: "all", lambda _: True),
 }
 
 
@@ -111,6 +118,17 @@ def new_file(gpu: str, cores: int | None, kind: str = "") -> Path:
     """Return the path of a new file of the history, of a kind of `KINDS` or of records."""
     now = datetime.datetime.now(datetime.UTC)
     return HISTORY / kind / f"{now:%Y-%m-%d-%H%M%S}-{device_slug(gpu, cores)}.json"
+
+
+def add(file: Path, results: Path = RESULTS) -> Path:
+    """Copy a file of results into the history, under the time of its last measurement and its device."""
+    entries = json.loads(file.read_text(encoding="utf-8"))
+    kind = next((name for name, kind in KINDS.items() if kind.key in entries[0]), "")
+    ended = datetime.datetime.fromisoformat(max(entry["utc"] for entry in entries))
+    name = f"{ended:%Y-%m-%d-%H%M%S}-{device_slug(entries[0]['gpu'], entries[0]['cores'])}.json"
+    target = results / "history" / kind / name
+    records.write(target, entries)
+    return target
 
 
 def candidates(files: Iterable[Path]) -> list[Candidate]:
@@ -225,12 +243,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.archive", description="Update results/current.")
     parser.add_argument("--check", action="store_true", help="write nothing; return 1 when current is out of date")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="to take into the history first")
     options = parser.parse_args(arguments)
     if options.check:
         wrong = stale()
         print("\n".join(f"out of date: benchmarks/results/current/{name}" for name in wrong) or "up to date")
         return 1 if wrong else 0
-    print("\n".join(str(path) for path in update()))
+    for file in options.files:
+        print(f"{file} is {add(file)}")
+    update()
     return 0
 
 

@@ -19,8 +19,9 @@ def add_machine(parser: argparse.ArgumentParser, devices: Sequence[str] | None =
         parser: of the command.
         devices: the devices that it takes; any that torch knows without them.
     """
-    parser.add_argument("--device", choices=devices, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--size", choices=["tiny", "full"], default="full")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=devices, default=default, help="cuda where there is a GPU, else cpu")
+    parser.add_argument("--size", choices=["tiny", "full"], default="full", help="tiny: seconds on a CPU, for tests")
     parser.add_argument("--commit", help="commit of the files, where they are a copy without history")
 
 

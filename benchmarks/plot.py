@@ -301,10 +301,10 @@ def write_figures() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description="Draw bars of result files.")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="result files of one device")
     parser.add_argument("--out", type=Path, help="the file to draw; without it those of docs/plots/ are drawn")
-    parser.add_argument("--mode", default="fwd")
+    parser.add_argument("--mode", default="fwd", help="fwd, bwd or fwdbwd")
     parser.add_argument("--case", default="", help="only the cases whose name begins so")
     options = parser.parse_args(arguments)
     if options.out is None:

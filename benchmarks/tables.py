@@ -420,7 +420,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description="Write the tables and plots.")
     parser.add_argument("--check", action="store_true", help="write nothing; return 1 when something is out of date")
     options = parser.parse_args(arguments)
-    found, wrong = tables(), [f"benchmarks/results/current/{name}" for name in archive.stale()]
+    wrong = [f"benchmarks/results/current/{name}" for name in archive.stale()]
+    if wrong and not options.check:
+        archive.update()
+    found = tables()
     for page in pages():
         text = page.read_text(encoding="utf-8")
         new = rewrite(text, found)

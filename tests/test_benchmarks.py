@@ -858,6 +858,21 @@ def test_first_steps_are_those_of_the_newest_complete_file_whatever_its_name(tmp
     assert archive.stale(tmp_path) == ["nvidia-h200/first_steps/gcn.json", "nvidia-h200/first_steps/spmm.json"]
 
 
+def test_files_of_other_machines_are_taken_into_the_history(tmp_path: Path):
+    """Each kind goes to its folder, under the time at which its last measurement ended."""
+    kinds = {path.parent.name: path for path in sorted(archive.HISTORY.glob("*/*.json"))}
+    assert set(kinds) == set(archive.KINDS)
+    kinds |= {"history": max(archive.HISTORY.glob("*-nvidia-h200.json"))}
+    for name, source in kinds.items():
+        found = [{"utc": "2026-01-02T03:04:05+00:00", **entry} for entry in json.loads(source.read_text("utf-8"))]
+        found[-1]["utc"] = "2027-01-02T03:04:05+00:00"
+        file = tmp_path / "x.json"
+        file.write_text(json.dumps(found), encoding="utf-8")
+        path = archive.add(file, tmp_path)
+        assert (path.parent.name, path.name) == (name, "2027-01-02-030405-nvidia-h200.json")
+        assert json.loads(path.read_text(encoding="utf-8")) == found
+
+
 def test_cuda_graphs_are_judged_by_their_steps_alone():
     """Their memory is taken, and their first step compiles, before what is measured."""
     step, mib = "network/network=gcn_14k/what=step", 1 << 20
