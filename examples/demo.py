@@ -1,4 +1,4 @@
-"""Train a small network of each kind, and compare each of its layers with the peer's that it replaces.
+"""Train a small network of each kind, and compare each of its layers with the one that it replaces.
 
     python examples/demo.py                  about a minute on a CPU; what `make demo` runs
     python examples/demo.py --size full      the full size of each example: for a GPU
@@ -85,7 +85,7 @@ def main(argv=None, *, size="tiny"):
     print(textwrap.indent(short, "  "))
     worst = max(compared.relative for _, _, compared, _ in found.values())
     if not worst <= ROUNDING:
-        raise SystemExit(f"a layer differs from its peer by {worst:.1e} of the largest value")
+        raise SystemExit(f"a layer differs from the one that it replaces by {worst:.1e} of the largest value")
 
 
 if __name__ == "__main__":

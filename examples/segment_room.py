@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 import torch
-import train_s3dis  # the example beside this one
+import train_s3dis  # the example of training
 
 from insum_nn.datasets import (
     CLASSES,

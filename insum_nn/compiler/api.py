@@ -237,7 +237,7 @@ def insum(
             Factors are differentiable; index tensors are int32 or int64.
 
     Returns:
-        The output, of the factors' dtype and device; half types are summed in float32. With `out`, that tensor.
+        The output, of the factors' dtype and device; fp16 and bf16 are summed in float32. With `out`, that tensor.
 
     Raises:
         InsumError: a subclass that says what is wrong with the text, a name, a shape, a dtype, a device or an index.

@@ -31,7 +31,7 @@ class Options:
         specialize: compile GPU kernels for the extents of dense feature axes and group slots, which belong to a
             model; sizes of the data are never fixed. `False` fixes nothing.
         order: `"cost"` picks the cheapest order of pairwise products; `"left"` keeps the written order.
-        accumulate: dtype in which half types are summed across terms: `"float32"`, or `"storage"` for the
+        accumulate: dtype in which fp16 and bf16 are summed across terms: `"float32"`, or `"storage"` for the
             operands' own dtype, which saves a pass over the output and loses accuracy. Generated kernels always sum in
             float32.
         precision: how a generated kernel's matrix unit multiplies float32: `"ieee"` exactly, `"tf32"` with 10 bits of

@@ -258,7 +258,7 @@ class SparseFormat(Verifiable):
         return moved._guaranteed_if(self._holds())
 
     def to_dense(self) -> Tensor:
-        """Return the dense tensor, `shape`; duplicates are summed (half types in float32), unused slots add nothing."""
+        """Return the dense tensor, `shape`; duplicates are summed (fp16 and bf16 in float32), unused slots are 0."""
         return self.entries().to_dense()
 
     def to_coo(self) -> COO:

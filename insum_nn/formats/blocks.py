@@ -101,7 +101,7 @@ class BlockFormat(SparseFormat):
         return COO(self.shape, flat, values, (facts, facts))._guaranteed_if(own._proven())
 
     def to_dense(self) -> Tensor:
-        """Return the dense matrix; duplicate blocks are summed (half types in float32)."""
+        """Return the dense matrix; duplicate blocks are summed (fp16 and bf16 in float32)."""
         own = self.blocks()
         (a, b), (rows, cols) = self.block_shape, convert.block_grid(self.shape, self.block_shape)
         slots = own.row.long() * cols + own.col
@@ -205,7 +205,7 @@ def _count_inside(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: t
 
 
 def merge_blocks(blocks: Blocks, shape: Sequence[int]) -> Blocks:
-    """Return blocks sorted by (row, col), duplicates summed (half types in float32)."""
+    """Return blocks sorted by (row, col), duplicates summed (fp16 and bf16 in float32)."""
     if blocks.coalesced:
         return blocks
     grid = convert.block_grid(shape, arguments.check_block_shape(blocks.values.shape[1:]))

@@ -89,7 +89,7 @@ class COO(SparseFormat):
             indices: (d, p), or d tensors (p,), int32 or int64; or any format of this package.
             values: (p,); differentiable. Left out with a format.
             shape: d extents. Left out with a format.
-            coalesce: Sort lexicographically and sum duplicates (half types in float32). Otherwise order and
+            coalesce: Sort lexicographically and sum duplicates (fp16 and bf16 in float32). Otherwise order and
                 duplicates stay as they are.
             index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
 
@@ -224,7 +224,7 @@ class COO(SparseFormat):
         """Sort lexicographically and sum duplicates; differentiable in the values.
 
         Returns:
-            `self` if it is coalesced already. Half types accumulate in float32.
+            `self` if it is coalesced already. fp16 and bf16 accumulate in float32.
         """
         known = self._verify()
         if self.coalesced:
@@ -269,7 +269,7 @@ class COO(SparseFormat):
         return sorted_._guaranteed_if(known)
 
     def to_dense(self) -> Tensor:
-        """Return the dense tensor; duplicates are summed (half types in float32)."""
+        """Return the dense tensor; duplicates are summed (fp16 and bf16 in float32)."""
         self._verify()
         numel = 1
         slots = torch.zeros(self.nnz, dtype=torch.int64, device=self.device)

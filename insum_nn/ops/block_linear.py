@@ -83,8 +83,8 @@ def block_linear(
         options: compile options; see `insum_nn.Options`.
 
     Returns:
-        (..., m), of the input's dtype; half types accumulate in float32. Under autocast: its dtype. A feature that no
-        block reads does not count, not even where it is NaN.
+        (..., m), of the input's dtype; fp16 and bf16 accumulate in float32. Under autocast: its dtype. A feature that
+        no block reads does not count, not even where it is NaN.
 
     Raises:
         InsumFormatError: `weight` is no format of blocks.

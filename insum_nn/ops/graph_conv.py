@@ -54,7 +54,7 @@ def graph_values(
         graph: the matrix.
         edge_weight: (e,) floating-point; differentiable. `None`: all weights are 1, also those of added self-loops.
         recipe: normalisation and the weight of added self-loops.
-        dtype: of the values; half types are normalised in float32.
+        dtype: of the values; fp16 and bf16 are normalised in float32.
         options: compile options.
     """
     options = fixed_order(options)

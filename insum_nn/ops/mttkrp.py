@@ -33,7 +33,7 @@ def mttkrp(tensor: SparseFormat, factors: Sequence[Tensor | None], mode: int, *,
         options: compile options; see `insum_nn.Options`.
 
     Returns:
-        `M`, (extent of `mode`, r); half types accumulate in float32.
+        `M`, (extent of `mode`, r); fp16 and bf16 accumulate in float32.
 
     Raises:
         InsumShapeError: the number of factors, a shape or `mode` does not fit.

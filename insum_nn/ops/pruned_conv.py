@@ -122,8 +122,8 @@ def pruned_conv2d(
         options: compile options.
 
     Returns:
-        `O`, (n, output channels, *output), of the input's dtype; half types accumulate in float32. Under autocast: its
-        dtype.
+        `O`, (n, output channels, *output), of the input's dtype; fp16 and bf16 accumulate in float32. Under autocast:
+        its dtype.
 
     Raises:
         InsumShapeError: the input has not these channels.

@@ -56,7 +56,7 @@ def sddmm(pattern: Format, a: Tensor, b: Tensor, *, options: Options = DEFAULT) 
         options: compile options; see `insum_nn.Options`.
 
     Returns:
-        The format of `pattern` with the products as values; half types accumulate in float32.
+        The format of `pattern` with the products as values; fp16 and bf16 accumulate in float32.
 
     Raises:
         InsumShapeError: `pattern` is no matrix, or the extents disagree.

@@ -99,7 +99,7 @@ def sparse_conv(
         options: compile options; see `insum_nn.Options`.
 
     Returns:
-        `Out`, (m, O), of the features' dtype; half types accumulate in float32. Under autocast: its dtype.
+        `Out`, (m, O), of the features' dtype; fp16 and bf16 accumulate in float32. Under autocast: its dtype.
 
     Raises:
         InsumShapeError: rows of `features` are not the map's inputs, or channels or kernel disagree with `weight`.

@@ -54,7 +54,7 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
         options: compile options; see `insum_nn.Options`.
 
     Returns:
-        `C`, (m, n) or (m,), dtype of the operands; half types accumulate in float32. Rows without an entry are zero.
+        `C`, (m, n) or (m,), dtype of the operands; fp16 and bf16 accumulate in float32. Rows without an entry are zero.
 
     Raises:
         InsumShapeError: `matrix` is no matrix, or `dense` has not one row per column of it.

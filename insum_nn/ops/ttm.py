@@ -30,7 +30,7 @@ def ttm(tensor: SparseFormat, matrix: Tensor, mode: int, *, options: Options = D
         options: compile options; see `insum_nn.Options`.
 
     Returns:
-        `Y`, the shape of `tensor` with r in place of the extent of `mode`; half types accumulate in float32.
+        `Y`, the shape of `tensor` with r in place of the extent of `mode`; fp16 and bf16 accumulate in float32.
 
     Raises:
         InsumShapeError: `matrix` does not fit, or `tensor` has not `mode`.

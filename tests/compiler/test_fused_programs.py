@@ -333,7 +333,7 @@ def test_on_a_gpu(roles: str, u: int, dtype: torch.dtype):
     shapes = [shape_of(role, u) for role in roles]
     fused = FusedPrograms(programs(roles))
     found = run(fused, named(roles, tensors), shapes, "key")
-    # Two outputs with partition: one is added to in memory, which half types are not.
+    # Two outputs with partition: one is added to in memory, which fp16 and bf16 are not.
     added = {"x", "z"} <= set(roles) and dtype == torch.float16
     assert fused.reason.startswith("one by one" if added else "together")
     assert_right(roles, tensors, found)

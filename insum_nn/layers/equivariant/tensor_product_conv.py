@@ -89,7 +89,7 @@ class TensorProductConv(torch.nn.Module, HasOptions):
         if kahan:
             raise InputError(
                 "compensated (Kahan) summation is not offered",
-                details=["half types are summed in float32; other types in their own"],
+                details=["fp16 and bf16 are summed in float32; other types in their own"],
                 fix="leave kahan out, or convolve in float64.",
             )
         if irreps_in2 is None and irreps_out is None and instructions is None:

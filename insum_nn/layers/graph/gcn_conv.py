@@ -64,7 +64,7 @@ class GCNConv(peer.GCNConv):
     all layers, forwards and backwards; no tensor has both an axis of edges and one of features. Constructor,
     `state_dict` and results are PyTorch Geometric's. In addition there are gradients of any order in features, weights
     and `edge_weight`; sums in a fixed order with `options=Options(deterministic=True)` or torch's own switch; and CSC
-    adjacencies that are normalised. `torch.compile` finds no graph break, and degrees of half types are summed in
+    adjacencies that are normalised. `torch.compile` finds no graph break, and degrees of fp16 and bf16 are summed in
     float32. Of duplicate self-loops the last one counts, and only it gets a gradient.
 
     PyTorch Geometric's own code, which forms one message per edge, runs where messages are needed: for explainers,

@@ -156,7 +156,7 @@ def implicit_gemm(
         is_train: also return the masks of tiles of outputs.
         is_subm: not read.
         timer: not read.
-        fp32_accum: `False` sums half types in their own precision; else in float32.
+        fp32_accum: `False` sums fp16 and bf16 in their own precision; else in float32.
         bias: (O,), added; differentiable.
         act_alpha: the slope of `Activation.LeakyReLU`.
         act_beta: not read.

@@ -118,7 +118,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
             inverse: back to the voxels of the layer that stored `indice_key`.
             indice_key: name under which the map is stored in, or taken from, the tensor.
             algo: not read: the compiler chooses. So is `large_kernel_fast_algo`.
-            fp32_accum: `False` sums half types in their own precision; else in float32.
+            fp32_accum: `False` sums fp16 and bf16 in their own precision; else in float32.
             record_voxel_count: keep the largest number of output voxels in a buffer.
             act_type: applied to the result, one of `Activation`, or spconv's kernel library's value of that name.
             act_alpha: the slope of `Activation.LeakyReLU`.

@@ -88,7 +88,7 @@ class PairProducts:
         }
 
     def __call__(self, factors: Sequence[Tensor], *, traced: bool = False) -> Tensor:
-        """The output for some samples, (samples, ...); of half types in float32."""
+        """The output for some samples, (samples, ...); of fp16 and bf16 in float32."""
         constant: Callable[[Tensor], Tensor] = graph_constant if traced else _itself
         count, parts = factors[0].shape[0], list[Tensor]()
         for tensor, columns, rows, pairs in zip(factors, self.columns, self.rows, self.pairs, strict=True):

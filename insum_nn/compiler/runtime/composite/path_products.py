@@ -264,7 +264,7 @@ class PathProducts:
     def __call__(
         self, tensors: Sequence[Tensor], indices: Mapping[str, Tensor], samples: int, kept: Tensor | None
     ) -> list[Tensor]:
-        """Every output, (rows, numbers of a row); of half types in float32, in which they are multiplied.
+        """Every output, (rows, numbers of a row); of fp16 and bf16 in float32, in which they are multiplied.
 
         Args:
             tensors: what is read, by number.

@@ -17,7 +17,7 @@ from insum_nn.compiler.runtime.modes import is_plain_eager
 
 __all__ = ["silu"]
 
-# In half types what is between the operators would be rounded.
+# In fp16 and bf16 what is between the operators would be rounded.
 _DTYPES = (torch.float32, torch.float64)
 
 
