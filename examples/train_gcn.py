@@ -101,9 +101,9 @@ def main(argv=None, *, size="full"):
             axes.plot(values[:, :, split].mean(0), label=label)
             low, high = values[:, :, split].amin(0), values[:, :, split].amax(0)
             axes.fill_between(range(values.shape[1]), low, high, alpha=0.2)
-        axes.set(xlabel="epoch", ylabel=f"{name}: mean and range of {seeds} seeds", ylim=(0, None))
+        axes.set(xlabel="epoch", ylabel=name, ylim=(0, None))
     panels[0].legend(frameon=False)
-    figure.suptitle(f"GCN on {args.dataset}")
+    figure.suptitle(f"GCN on {args.dataset}: mean and range of {seeds} seeds")
     figure.savefig(args.out / "train_gcn.png", dpi=80)
     before, after = (f"{curves[:, epoch, 0, 0].mean():.3g}" for epoch in (0, -1))
     return model, (data.x, data.edge_index), before, after, f"{accuracy.mean():.1%} of test nodes"
