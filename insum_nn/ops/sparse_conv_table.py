@@ -243,7 +243,7 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form
     if form == "list":
         indices = kernel_map.pair_list
         if not torch.compiler.is_compiling():
-            keep_lengths(indices["Off"], kernel_map.counts)
+            keep_lengths(indices["Off"], kernel_map.counts, kernel_map.filled)
     elif form == "table":
         table = (kernel_map.inverse if kind == "In" else kernel_map).table
         indices = table.tensors

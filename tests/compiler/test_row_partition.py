@@ -23,7 +23,11 @@ from insum_nn.compiler.kernels.row_partition import (
     longest_row,
     partition_of,
 )
+from tests.compiler.interpreted import interpreter
 from tests.device_calls import device_calls
+from tests.pretended_gpu import pretended_gpu
+
+__all__ = ["interpreter"]
 
 
 @pytest.fixture(autouse=True)
@@ -280,6 +284,45 @@ def test_lengths_that_are_known_are_not_read(share: int):
     keep_lengths(drawn, lengths)
     drawn[0] = -1
     assert partition_of(drawn, len(lengths), False, 512).begin[0] == 1
+
+
+# Terms of each row: also more rows than a program looks at together, and more ranges of one.
+LENGTHS = {
+    "few": [5, 0, 64, 1, 0, 7, 130, 2, 0],
+    "none divided before": [1, 1, 4000],
+    "many": [(7 * row) % 23 for row in range(600)],
+    "one": [9],
+}
+
+
+def assert_divided_on_the_device(lengths: list[int], chunk: int, device: torch.device | str) -> int:
+    index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int().to(device)
+    want = partition_of(index.clone(), len(lengths), False, chunk)
+    keep_lengths(index, lengths, torch.tensor(lengths, device=device))
+    with device_calls() as calls:
+        got = partition_of(index, len(lengths), False, chunk)
+    assert not calls.reads
+    assert got.split
+    for field in fields(RowPartition):
+        one, other = getattr(got, field.name), getattr(want, field.name)
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, field.name
+        assert not isinstance(one, Tensor) or not one.data_ptr() % 16
+    return calls.kernels
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_rows_are_divided_on_the_device(name: str, chunk: int):
+    with pretended_gpu():
+        assert assert_divided_on_the_device(LENGTHS[name], chunk, "cpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LENGTHS)
+def test_rows_are_divided_on_a_gpu(gpu: torch.device, name: str):
+    for chunk in (1, 3, 8):
+        assert_divided_on_the_device(LENGTHS[name], chunk, gpu)
 
 
 @pytest.mark.parametrize("rows", [40, 5000])

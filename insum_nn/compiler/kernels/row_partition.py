@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.kernels.divide_rows import divide_rows
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
 from insum_nn.compiler.schedule.space import Schedule
@@ -92,8 +93,8 @@ Divisions = dict[int, RowPartition]
 
 _divisions: TensorCache[Divisions] = TensorCache(_LIMIT)
 _orders: TensorCache[Tensor] = TensorCache(_LIMIT)
-# Where the terms of each row begin, on the host, of index tensors with few rows.
-_begins: TensorCache[Array] = TensorCache(_LIMIT)
+# Where the terms of each row begin, on the host, of index tensors with few rows; and on the device how many a row has.
+_begins: TensorCache[tuple[Array, Tensor | None]] = TensorCache(_LIMIT)
 # For each column of an index tensor, the rows in which it has an entry.
 _bitmasks: TensorCache[Tensor] = TensorCache(_LIMIT)
 
@@ -172,7 +173,8 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
 
 def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
     flat, order, small = _ordered(index, rows, permuted)
-    begins, begin = _cached_begin(index, rows), None
+    begins, on_device = _cached_begin(index, rows)
+    begin = None
     if begins is None:
         bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
         begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
@@ -180,7 +182,7 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
             return _divide(flat, order, begin, chunk)
         # Few rows are divided on the host, which then reads the device once rather than at every size it needs. NumPy
         # takes a fraction of torch's time for so few numbers.
-        begins = _begins.keep((index,), None, begin.cpu().numpy())
+        begins, _ = _begins.keep((index,), None, (begin.cpu().numpy(), None))
     lengths = begins[1:] - begins[:-1]
     longest = int(lengths.max()) if rows else 0
     whole = int(begins[-1] - begins[0]) == flat.shape[0]
@@ -189,7 +191,13 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
         return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
     parts = _parts(lengths, chunk)
     more = parts > 1
-    steps = np.arange(parts.sum())
+    ranges, slots = int(parts.sum()), int(parts[more].sum())
+    if on_device is not None and small == torch.int32 and flat.shape[0] + chunk < 1 << 31:
+        made = divide_rows(on_device, chunk, ranges, int(more.sum()))
+        if made is not None:
+            low, high, target, row_of, divided, first = made
+            return RowPartition(ranges, low, high, target, row_of, order, slots, divided, first, False, whole, longest)
+    steps = np.arange(ranges)
     low, high, target, row_of = _ranges(begins, np.arange(rows), steps, parts, more, chunk, lambda of: of.repeat(parts))
     divided = more.nonzero()[0]
     first = np.zeros(divided.shape[0] + 1, dtype=np.int64)
@@ -197,9 +205,8 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
     # Where both are of one dtype they are sent as one group.
     groups: dict[torch.dtype, list[Array]] = {torch.int64: [divided, first]}
     groups.setdefault(small, []).extend((low, high, target, row_of))
-    slots = int(first[-1])
     divided, first, low, high, target, row_of = _send(groups, flat.device)
-    return RowPartition(steps.shape[0], low, high, target, row_of, order, slots, divided, first, False, whole, longest)
+    return RowPartition(ranges, low, high, target, row_of, order, slots, divided, first, False, whole, longest)
 
 
 def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> RowPartition:
@@ -290,20 +297,26 @@ def _send(parts: Mapping[torch.dtype, Sequence[Array]], device: torch.device) ->
     return [each if dtype == torch.int32 else each.view(dtype) for dtype, each in zip(dtypes, sent, strict=True)]
 
 
-def keep_lengths(index: Tensor, lengths: Sequence[int]) -> None:
-    """Take how often each row stands in an index tensor in which no term is without a row, where the host knows it."""
+def keep_lengths(index: Tensor, lengths: Sequence[int], on_device: Tensor | None = None) -> None:
+    """Take how often each row stands in an index tensor in which no term is without a row, where the host knows it.
+
+    Args:
+        index: ascending.
+        lengths: terms of each row.
+        on_device: the same numbers, (rows,) int64, where `index` is; nobody writes to them.
+    """
     if len(lengths) <= _FEW_ROWS:
         begins = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.array(lengths, dtype=np.int64).cumsum(out=begins[1:])
-        _begins.keep((index,), None, begins)
+        _begins.keep((index,), None, (begins, on_device))
 
 
-def _cached_begin(index: Tensor, rows: int) -> Array | None:
-    found = _begins.of(index)
+def _cached_begin(index: Tensor, rows: int) -> tuple[Array | None, Tensor | None]:
+    begins, on_device = _begins.of(index) or (None, None)
     # What is sent while a graph is captured would be sent by its replays.
-    if found is None or found.shape[0] != rows + 1 or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
-    return found
+    if begins is None or begins.shape[0] != rows + 1 or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None, None
+    return begins, on_device
 
 
 _bits: dict[torch.device, Tensor] = {}

@@ -116,11 +116,14 @@ class BoundProgram:
 
     def run_plain(self, others: Sequence[Tensor], out_shape: Shape, initial: Tensor | None = None) -> Tensor:
         """Run the statement on plain tensors in eager mode without autocast, where no gradients are recorded."""
+        ordered = list(self._template)
+        for place, tensor in zip(self._places, others, strict=True):
+            ordered[place] = tensor
         call = self._call
+        if call is None and (found := unsized_call(self._spec, ordered)) is not None:
+            # Another structure's, which checks all that may differ.
+            call = self._call = found.call
         if call is not None:
-            ordered = list(self._template)
-            for place, tensor in zip(self._places, others, strict=True):
-                ordered[place] = tensor
             result = call(ordered, initial, out_shape)
             if result is not None:
                 return result

@@ -1,0 +1,84 @@
+"""Divided rows as ranges, written on the device by one kernel that is written by hand.
+
+The host knows the lengths of the rows, so it knows how many ranges there are. To compute and send them all would take
+it several times as long as a launch, at every new index tensor.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
+
+__all__ = ["divide_rows"]
+
+# Rows, and ranges of a row, that a program looks at together.
+_BLOCK = 256
+
+_TEXT = f"""import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(lengths, begin, end, target, row_of, divided, first, chunk):
+    row = tl.program_id(0)
+    some = tl.arange(0, {_BLOCK})
+    # Of the rows before this one: terms, ranges, ranges that are parts of divided rows, divided rows.
+    terms = tl.sum(some * 0, 0)
+    ranges = terms
+    slots = terms
+    rows = terms
+    for start in range(0, row, {_BLOCK}):
+        length = tl.load(lengths + (start + some), mask=start + some < row, other=0).to(tl.int32)
+        parts = tl.where(start + some < row, tl.maximum((length + (chunk - 1)) // chunk, 1), 0)
+        terms += tl.sum(length, 0)
+        ranges += tl.sum(parts, 0)
+        slots += tl.sum(tl.where(parts > 1, parts, 0), 0)
+        rows += tl.sum((parts > 1).to(tl.int32), 0)
+    length = tl.load(lengths + row).to(tl.int32)
+    parts = tl.maximum((length + (chunk - 1)) // chunk, 1)
+    for start in range(0, parts, {_BLOCK}):
+        part = start + some
+        low = terms + part * chunk
+        tl.store(begin + ranges + part, low, mask=part < parts)
+        tl.store(end + ranges + part, tl.minimum(low + chunk, terms + length), mask=part < parts)
+        tl.store(target + ranges + part, tl.where(parts > 1, -1 - slots - part, row), mask=part < parts)
+        tl.store(row_of + ranges + part, part * 0 + row, mask=part < parts)
+    tl.store(first, rows.to(tl.int64), mask=row == 0)
+    tl.store(divided + rows, row.to(tl.int64), mask=parts > 1)
+    tl.store(first + rows + 1, (slots + parts).to(tl.int64), mask=parts > 1)
+"""
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> WrittenKernels:
+    return WrittenKernels([WrittenKernel(_TEXT, ("*i64", *["*i32"] * 4, "*i64", "*i64", None))])
+
+
+def divide_rows(lengths: Tensor, chunk: int, ranges: int, divided: int) -> tuple[Tensor, ...] | None:
+    """Divide rows, of which the first begins at the first term, into ranges of at most `chunk` terms.
+
+    Args:
+        lengths: (rows,) int64: terms of each row, of which there are less than 2^31 with a chunk more.
+        chunk: most terms in a range.
+        ranges: how many ranges there are; a row without terms has one.
+        divided: rows with several.
+
+    Returns:
+        `begin`, `end`, `target`, `row_of` (int32), `divided` and `first` (int64) of a `RowPartition`; `None`: the
+        kernel cannot be launched, or not yet.
+    """
+    launchers = _kernels().launchers(lengths.device)
+    if launchers is None:
+        return None
+    # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
+    step, narrow = -(-ranges // 4) * 4, -(-divided // 2) * 4
+    whole = torch.empty(4 * step + narrow + 2 * (divided + 1), dtype=torch.int32, device=lengths.device)
+    made = [whole.as_strided((ranges,), (1,), place * step) for place in range(4)]
+    wide = ((divided, 4 * step), (divided + 1, 4 * step + narrow))
+    made += [whole.as_strided((2 * count,), (1,), start).view(torch.int64) for count, start in wide]
+    launchers[0]([lengths, *made, chunk], lengths.shape[0])
+    return tuple(made)
