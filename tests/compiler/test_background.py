@@ -99,6 +99,17 @@ def test_nothing_starts_before_a_second_kernel_is_missing(pools: list[Background
     assert not is_missing(kernels[1])
 
 
+def test_one_kernel_that_is_not_waited_for_is_compiled(pools: list[Background]):
+    pool, kernels = Background(2), numbered(1)
+    pools.append(pool)
+    pool.submit(kernels)
+    assert not pool._threads
+    pool.submit(kernels, alone=True)
+    assert pool._threads == 1
+    assert pool.settle(60.0)
+    assert not is_missing(kernels[0])
+
+
 def test_without_processes_all_is_compiled_where_it_is_needed(pools: list[Background]):
     pool, kernels = pool_of(pools, 0), numbered(2)
     pool.submit(kernels)
@@ -238,13 +249,13 @@ class Launched:
         self.compiled: dict[KernelCode, None] = {}
         self.submitted: dict[KernelCode, int] = {}
         pool = Background(2)
-        monkeypatch.setattr(pool, "_start", lambda: None)
+        monkeypatch.setattr(pool, "_start", lambda **_: None)
         plain = pool.submit
 
-        def submit(codes: Any) -> None:
+        def submit(codes: Any, *, alone: bool = False) -> None:
             for each in codes:
                 self.submitted.setdefault(each, len(self.compiled))
-            plain(codes)
+            plain(codes, alone=alone)
 
         monkeypatch.setattr(pool, "submit", submit)
         monkeypatch.setattr(background, "_background", pool)

@@ -82,15 +82,18 @@ class Background:
             else:
                 self._start()
 
-    def submit(self, codes: Iterable[KernelCode]) -> None:
-        """Have kernels compiled that are not on disk, unless they were named before."""
+    def submit(self, codes: Iterable[KernelCode], *, alone: bool = False) -> None:
+        """Have kernels compiled that are not on disk, unless they were named before.
+
+        `alone`: this process goes on without them, so a single one is worth another process too.
+        """
         missing = [code for code in codes if code not in self._known and not is_stored(code)]
         with self._changed:
             for code in missing:
                 if code not in self._known:
                     self._known.add(code)
                     self._waiting[code] = None
-            self._start()
+            self._start(least=1 if alone else 2)
             self._changed.notify_all()
 
     def take(self, code: KernelCode) -> None:
@@ -115,8 +118,8 @@ class Background:
             for worker in self._workers:
                 worker.process.kill()
 
-    def _start(self) -> None:
-        if self.missing + len(self._waiting) + len(self._running) < 2:
+    def _start(self, least: int = 2) -> None:
+        if self.missing + len(self._waiting) + len(self._running) < least:
             return
         for _ in range(min(self.most, len(self._waiting) + len(self._running)) - self._threads):
             self._threads += 1
@@ -240,10 +243,10 @@ def prepared() -> None:
         cold.due = _background.most > 0
 
 
-def submit(codes: Iterable[KernelCode]) -> None:
-    """Have kernels compiled that a later call needs."""
+def submit(codes: Iterable[KernelCode], *, alone: bool = False) -> None:
+    """Have kernels compiled that a later call needs; see `Background.submit`."""
     if _background is not None:
-        _background.submit(codes)
+        _background.submit(codes, alone=alone)
 
 
 def take(code: KernelCode) -> None:

@@ -25,7 +25,7 @@ from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import Collection, collecting, target_of
 from insum_nn.compiler.kernels.c_launcher import build_ahead, prepare_launcher
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target, compile_code, drop_module, make_module
-from insum_nn.compiler.kernels.stored_code import Loaded, find_code, is_stored, remember_code
+from insum_nn.compiler.kernels.stored_code import Loaded, find_code, is_storable, is_stored, remember_code
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
 
@@ -254,8 +254,8 @@ def load_ahead(launchers: Sequence[Launcher]) -> bool:
     if not launches or torch.cuda.is_current_stream_capturing():
         return not launches
     codes = [each.code(each.aligned, target_of(each.number)) for each in launches]
-    if not all(map(is_stored, codes)) and background.helped():
-        background.submit(codes)
+    if not all(map(is_stored, codes)) and background.helped() and is_storable(codes[0]):
+        background.submit(codes, alone=True)
         return False
     for each in launches:
         with torch.cuda.device(each.number):

@@ -19,7 +19,7 @@ from typing import Any
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target
 from insum_nn.compiler.schedule.cache_folder import own_folder, write_file
 
-__all__ = ["Loaded", "find_code", "is_stored", "remember_code"]
+__all__ = ["Loaded", "find_code", "is_storable", "is_stored", "remember_code"]
 
 _DIGITS = frozenset("0123456789abcdef")
 
@@ -39,6 +39,11 @@ def is_stored(code: KernelCode) -> bool:
     """Whether some process noted where the machine code of a kernel is."""
     path = _path_of(code)
     return path is not None and path.exists()
+
+
+def is_storable(code: KernelCode) -> bool:
+    """Whether this process finds what another compiles."""
+    return _path_of(code) is not None
 
 
 def find_code(code: KernelCode) -> Any:

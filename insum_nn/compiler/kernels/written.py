@@ -6,6 +6,7 @@ kernels: a first step does not wait for their machine code.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,10 +15,14 @@ import torch
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.parameters import Launcher
 from insum_nn.compiler.ir.nodes import Const
+from insum_nn.compiler.kernels.ahead import collecting
 from insum_nn.compiler.kernels.launch import available, interpreted, launcher, load_ahead
 from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["WrittenKernel", "WrittenKernels"]
+
+# Seconds until machine code that was missing is looked for again, which takes as long as several launches.
+_PAUSE = 0.2
 
 
 class WrittenKernel(NamedTuple):
@@ -44,6 +49,7 @@ class WrittenKernels:
     def __init__(self, kernels: Sequence[WrittenKernel]) -> None:
         self.kernels = tuple(kernels)
         self._ready: dict[torch.device, tuple[Launcher, ...]] = {}
+        self._again: dict[torch.device, float] = {}
 
     def launchers(self, device: torch.device) -> tuple[Launcher, ...] | None:
         """What launches each on a device; `None`: Triton does not serve it, or their machine code is not there yet."""
@@ -53,8 +59,13 @@ class WrittenKernels:
         # Launchers ask torch for the stream.
         if device.type != "cuda" or not available():
             return None
+        waits = collecting() is None and not interpreted()
+        if waits and time.monotonic() < self._again.get(device, 0.0):
+            return None
         found = tuple([_launcher(kernel, device) for kernel in self.kernels])
         if not load_ahead(found):
+            if waits:
+                self._again[device] = time.monotonic() + _PAUSE
             return None
         if not interpreted():
             self._ready[device] = found
