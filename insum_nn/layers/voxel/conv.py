@@ -224,8 +224,8 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
 
         Args:
             input: (n, I) features.
-            add_input: a tensor over the output's voxels, added to the result. With an activation, which spconv allows in
-                inference only, `act(act(convolution) + add_input)` as there.
+            add_input: a tensor over the output's voxels, added to the result. With an activation, which spconv allows
+                in inference only, `act(act(convolution) + add_input)` as there.
 
         Returns:
             (m, O) features over the output's voxels, with this layer's map under its key.
