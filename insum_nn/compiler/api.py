@@ -52,11 +52,13 @@ from insum_nn.compiler.runtime.multilinear import (
     joint_gradients,
     multilinear,
     multilinear_jointly,
+    multilinear_traced,
 )
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_gradients
 from insum_nn.compiler.runtime.steps.whole_step import call_step
+from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
@@ -82,6 +84,7 @@ __all__ = [
     "for_each_vector",
     "generates_kernels",
     "graph_constant",
+    "inline_by_rows",
     "insum",
     "is_plain_eager",
     "is_traced",
@@ -94,6 +97,7 @@ __all__ = [
     "many_by_columns",
     "multilinear",
     "multilinear_jointly",
+    "multilinear_traced",
     "needed_gradients",
     "options_text",
     "pairs_are_faster",

@@ -38,8 +38,10 @@ from insum_nn.structure.graph_entries import (
 
 __all__ = [
     "explain_graph_conv",
+    "explain_product",
     "graph_conv",
     "graph_values",
+    "to_product_dtype",
 ]
 
 
@@ -172,9 +174,14 @@ def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Re
             edge_weight = edge_weight if edge_weight.ndim == 1 else edge_weight.squeeze(1)
         else:
             edge_weight = check_edge_weight(edge_weight, edge_index.shape[1])
+    return to_product_dtype(x, edge_weight), edge_weight
+
+
+def to_product_dtype(x: Tensor, weights: Tensor | None) -> Tensor:
+    """Cast features to the dtype of their product with weights: autocast's where it is active, else promoted."""
     if under_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64:
-        return to_autocast(x), edge_weight
-    return (x if edge_weight is None else x.to(torch.promote_types(x.dtype, edge_weight.dtype))), edge_weight
+        return to_autocast(x)
+    return x if weights is None else x.to(torch.promote_types(x.dtype, weights.dtype))
 
 
 def explain_graph_conv(
@@ -190,9 +197,16 @@ def explain_graph_conv(
     """Explain how the product of `graph_conv` runs: loop nest, plan, code."""
     x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
     graph = graph_matrix(edge_index, x.shape[0], recipe)
+    values = graph_values(graph, edge_weight, recipe, x.dtype, options)
+    return explain_product(graph, values, x, bias, options=options, measure=measure)
+
+
+def explain_product(
+    graph: GraphMatrix, values: Tensor, x: Tensor, bias: Tensor | None, *, options: Options, measure: bool
+) -> Explanation:
+    """Explain how a product with the matrix of a graph runs."""
     grouped = graph.by_row
-    values = grouped.spread(graph_values(graph, edge_weight, recipe, x.dtype, options).detach())
-    named = {**grouped.matrix.tensors, "Val": values, "B": x.detach()}
+    named = {**grouped.matrix.tensors, "Val": grouped.spread(values.detach()), "B": x.detach()}
     if bias is not None and bias.dtype == x.dtype:
         named["C"] = bias.detach()
     carry = built_program(CARRY, grouped.matrix.facts, fixed_order(options))

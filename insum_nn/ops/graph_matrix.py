@@ -20,6 +20,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.formats import GroupCOO
 from insum_nn.formats.convert import uncompressed
 from insum_nn.ops.spmm import SPMM
+from insum_nn.structure.adjacency import Adjacency
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.graph_entries import Flow, GraphEntries, Loops, check_edge_index, edge_entries
 from insum_nn.structure.sorted_pairs import entry_dtype, sort_pairs
@@ -90,23 +91,37 @@ class GraphMatrix:
     Duplicate edges stay separate entries. Groups have one slot: the library's product on a CPU takes single entries,
     and a generated kernel loops over a row's entries itself.
 
-    Args:
-        entries: in any order; every node in them is below `num_nodes`.
-
     Attributes:
         entries: sorted by receiver, then by sender; `values` everywhere are in this order.
     """
 
     def __init__(self, entries: GraphEntries) -> None:
-        row, col, order = sort_pairs(entries.row, entries.col, entries.num_nodes)
-        source = order if entries.source is None else entries.source.index_select(0, order)
-        source = source.to(entry_dtype(source.device, entries.num_edges))
-        self.entries = GraphEntries(row, col, source, entries.num_nodes, entries.num_edges)
+        self.entries = entries
         # Values computed from weights that are not learned, by the weights.
         self.remembered: TensorCache[Tensor] = TensorCache(limit=8)
         self._constants: dict[Hashable, Tensor] = {}
         # Values that are used again, in slots: by the values, then by whether transposed.
         self._kept: TensorCache[dict[bool, Tensor]] = TensorCache(limit=64)
+
+    @classmethod
+    def of_entries(cls, entries: GraphEntries) -> GraphMatrix:
+        """Sort entries, every node in which is below `num_nodes`."""
+        row, col, order = sort_pairs(entries.row, entries.col, entries.num_nodes)
+        source = order if entries.source is None else entries.source.index_select(0, order)
+        source = source.to(entry_dtype(source.device, entries.num_edges))
+        return cls(GraphEntries(row, col, source, entries.num_nodes, entries.num_edges))
+
+    @classmethod
+    def of_adjacency(cls, adjacency: Adjacency) -> GraphMatrix:
+        """Take both orders as they are; built once for each adjacency, by the identity and version of its rows."""
+
+        def build() -> GraphMatrix:
+            row, num_entries = adjacency.row, adjacency.row.shape[0]
+            graph = cls(GraphEntries(row, adjacency.col, None, adjacency.num_nodes, num_entries))
+            graph.by_col = graph._group(adjacency.t_row, adjacency.t_col, adjacency.order)
+            return graph
+
+        return _graphs.get([adjacency.row], "adjacency", build)
 
     @property
     def num_nodes(self) -> int:
@@ -202,7 +217,7 @@ def graph_matrix(edge_index: Tensor, num_nodes: int, recipe: Recipe, *, again: b
         with plain_tensors(edge_index):
             edges = edge_index.clone() if edge_index.is_inference() else edge_index
             check_edge_index(edges, num_nodes)
-            return GraphMatrix(edge_entries(edges, num_nodes, loops=recipe.loops, flow=recipe.flow))
+            return GraphMatrix.of_entries(edge_entries(edges, num_nodes, loops=recipe.loops, flow=recipe.flow))
 
     if again:
         forget([edge_index])

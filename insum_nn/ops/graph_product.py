@@ -21,12 +21,12 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.ops.graph_matrix import GraphMatrix, Grouped
 from insum_nn.ops.spmm import SPMM
 
-__all__ = ["CARRY", "COMPARE", "fixed_order", "graph_compare", "graph_product"]
+__all__ = ["CARRY", "COMPARE", "OPERANDS", "fixed_order", "graph_compare", "graph_product"]
 
 # C[Row[g],n] += Val[g,q] * B[Col[g,q],n]: a graph's matrix is grouped along the rows of the product (`GraphMatrix`).
 CARRY = SPMM["GroupCOO along rows"]
 COMPARE = "W[g,q] += A[Row[g],n] * B[Col[g,q],n]"
-_OPERANDS = MappingProxyType({"Out": ("Val", "X"), "X": ("Val", "Out"), "Val": ("Out", "X")})
+OPERANDS = MappingProxyType({"Out": ("Val", "X"), "X": ("Val", "Out"), "Val": ("Out", "X")})
 
 
 def graph_product(
@@ -79,7 +79,7 @@ class _Sums(NamedTuple):
     graph: GraphMatrix
     options: Options
 
-    operands = _OPERANDS
+    operands = OPERANDS
 
     def eager(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None

@@ -20,6 +20,8 @@ import insum_nn
 from insum_nn.compiler.runtime.tracing import inline as inline_module
 from insum_nn.facts import IndexFacts
 from insum_nn.layers import GCNConv, TensorProductConv
+from insum_nn.ops.adjacency_product import adjacency_product
+from insum_nn.structure.adjacency import Adjacency
 from tests.compiler.interpreted import interpreter
 from tests.compiler.traced_kernels import Interpreted, launches
 from tests.pretended_gpu import H200
@@ -156,6 +158,38 @@ def test_two_graph_convolutions_in_a_training_step(
     ranges = request.getfixturevalue("interpreter")
     for each, want in zip(inputs, wants, strict=True):
         torch.testing.assert_close(Interpreted(graph, ranges).run(*each), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_prepared_graph_is_an_input_of_launches(
+    traced: Callable[..., fx.GraphModule], request: pytest.FixtureRequest, dtype: torch.dtype
+):
+    torch.manual_seed(0)
+
+    def product(options: insum_nn.Options) -> Callable[..., Tensor]:
+        def run(*inputs: Tensor) -> Tensor:
+            x, bias, *matrix = inputs
+            # The weights have gradients, and those transposed before are not read.
+            matrix.insert(Adjacency._fields.index("t_value"), matrix[2].detach())
+            return adjacency_product(x, Adjacency(*matrix), bias, options=options)
+
+        return run
+
+    def draw(nodes: int, edges: int) -> tuple[Tensor, ...]:
+        matrix = Adjacency.from_edges(torch.randint(nodes, (2, edges)), num_nodes=nodes)
+        cast = [each if each.is_floating_point() else each.to(dtype) for each in matrix if each is not matrix.t_value]
+        return torch.randn(nodes, 20), torch.randn(20), *cast
+
+    graph = traced(gradients(product(GENERATED), 1), *draw(30, 90))
+    # The product, and its gradients by features and by weights of edges.
+    assert len(launches(graph)) >= 3
+    assert not [node for node in graph.graph.nodes if "sort" in str(node.target)]
+    ranges = request.getfixturevalue("interpreter")
+    for sizes in ((30, 90), (5, 3), (61, 400)):
+        inputs = draw(*sizes)
+        want = gradients(product(insum_nn.Options()), 1)(*inputs)
+        got = Interpreted(graph, ranges).run(*inputs)
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
 
 
 def test_no_two_launches_write_to_the_same_memory(traced: Callable[..., fx.GraphModule]):

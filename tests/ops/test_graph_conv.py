@@ -42,7 +42,7 @@ def matrix_of(graph: GraphMatrix, values: Tensor) -> Tensor:
 
 
 def make(nodes: int, edges: int) -> GraphMatrix:
-    return GraphMatrix(edge_entries(skewed_graph(nodes, edges), nodes, loops="none"))
+    return GraphMatrix.of_entries(edge_entries(skewed_graph(nodes, edges), nodes, loops="none"))
 
 
 @pytest.fixture(params=["as on a CPU", "as on a GPU"])

@@ -20,7 +20,7 @@ from insum_nn.compiler.runtime.modes import is_plain_eager, plain_apply, without
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
-__all__ = ["JointSums", "Multilinear", "joint_gradients", "multilinear", "multilinear_jointly"]
+__all__ = ["JointSums", "Multilinear", "joint_gradients", "multilinear", "multilinear_jointly", "multilinear_traced"]
 
 
 class Multilinear(Protocol):
@@ -132,6 +132,33 @@ def _computed(
         with without_autocast(operands[0].device):
             return sums.eager(requested, operands, made, initial)
     return sums.eager(requested, operands, made, initial)
+
+
+def multilinear_traced(sums: Multilinear, requested: str, *operands: Tensor, initial: Tensor | None = None) -> Tensor:
+    """Compute the same in a graph that torch records: gradients are the sums' own, not their statements' derivatives.
+
+    `initial` is (n,).
+    """
+    return _Traced.apply(sums, requested, initial, *operands)  # type: ignore[no-any-return]
+
+
+class _Traced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Multilinear, requested: str, initial: Tensor | None, *operands: Tensor) -> Tensor:
+        ctx.save_for_backward(*operands)
+        ctx.rest = sums, requested
+        return sums.in_modes(requested, operands, initial)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (sums, left), (grad,) = ctx.rest, grads
+        tensors = dict(zip(sums.operands[left], ctx.saved_tensors, strict=True), **{left: grad})
+        _, _, of_initial, *needed = ctx.needs_input_grad
+        found = [
+            multilinear_traced(sums, name, *[tensors[each] for each in sums.operands[name]]) if own else None
+            for name, own in zip(sums.operands[left], needed, strict=True)
+        ]
+        return None, None, grad.sum(0) if of_initial else None, *found
 
 
 class JointSums(Protocol):

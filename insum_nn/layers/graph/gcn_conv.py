@@ -11,10 +11,13 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
+from insum_nn.ops.adjacency_product import adjacency_product, explain_adjacency_product
 from insum_nn.ops.graph_conv import explain_graph_conv, graph_conv
 from insum_nn.ops.graph_matrix import Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.graph_product import CARRY
 from insum_nn.ops.statements import static_shape, untraced
+from insum_nn.structure.adjacency import Adjacency
+from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import gcn_norm
 from insum_nn.structure.graph_entries import Flow, Loops
 from insum_nn.tensor_cache import forget
@@ -38,11 +41,11 @@ _MESSAGE_METHODS = ("propagate", "message", "aggregate", "message_and_aggregate"
 
 
 class _Edges(NamedTuple):
-    """A graph in any form as an edge list, and how its self-loops are to be treated."""
+    """A graph in any form as an edge list, and how it becomes a matrix."""
 
     edge_index: Tensor
     edge_weight: Tensor | None
-    loops: Loops
+    recipe: Recipe
 
 
 def _renamed(function: Any, name: str) -> Any:
@@ -70,6 +73,10 @@ class GCNConv(peer.GCNConv):
     PyTorch Geometric's own code, which forms one message per edge, runs where messages are needed: for explainers,
     hooks of `propagate`, `message`, `aggregate` or the module `aggr_module`, `decomposed_layers` above 1, an `aggr`
     other than a sum, subclasses that define any of those methods, TorchScript, and rectangular sparse adjacencies.
+
+    Under `torch.compile`, which remembers no tensor from call to call, an edge list is normalised and sorted in every
+    call. With `cached=True`, or an `Adjacency` in place of the edge list, compiled and exported graphs take the sorted
+    matrix as their input.
 
     An edge list is read and sorted once, and the result is kept until torch counts a write to the tensor. Writes
     through `.data`, a NumPy array or DLPack are not counted: the layer then continues with the old graph. Pass a new
@@ -110,6 +117,8 @@ class GCNConv(peer.GCNConv):
     # PyG overwrites `propagate` on each class with generated code. Without this line we would inherit the code
     # generated for `peer.GCNConv`, and PyG would treat it as `MessagePassing`'s.
     propagate = MessagePassing.propagate
+    # The graph from which the matrix was made that calls with `cached` read, and that matrix.
+    _cached_adjacency = None
     _by_messages = _renamed(peer.GCNConv.forward, "_by_messages")
     _makes_messages: ClassVar[bool] = False
     # TorchScript compiles properties unless told otherwise.
@@ -147,9 +156,10 @@ class GCNConv(peer.GCNConv):
         Args:
             x: (n, F), (b, n, F) over one shared graph, or a sparse matrix (n, F); differentiable.
             edge_index: (2, e) integers, an `EdgeIndex`, or the transposed adjacency (n, n) as torch's sparse COO, CSR
-                or CSC, or as a `torch_sparse.SparseTensor`.
-            edge_weight: (e,) or (e, 1); differentiable. With a sparse adjacency its values are the weights, and this
-                is not read.
+                or CSC, or as a `torch_sparse.SparseTensor`; or an `Adjacency`, which is used as it is, whatever the
+                layer's `normalize`, `add_self_loops` and `flow`.
+            edge_weight: (e,) or (e, 1); differentiable. With an adjacency its values are the weights, and this is not
+                read.
 
         Returns:
             (n, O) or (b, n, O).
@@ -180,12 +190,15 @@ class GCNConv(peer.GCNConv):
         Returns:
             The compiler's `Explanation`.
         """
-        edges, normalize = self._edges(x, edge_index, edge_weight)
+        graph = self._graph(x, edge_index, edge_weight)
         with torch.no_grad():
-            recipe = self._recipe(edges, normalize)
-            rows, bias, _ = self._rows(x, self._aggregates_first(x, edges.edge_weight))
-            graph = edges.edge_index, edges.edge_weight
-            return explain_graph_conv(rows, *graph, bias, recipe=recipe, options=self.options, measure=measure)
+            if isinstance(graph, Adjacency):
+                rows, bias, _ = self._rows(x, self._aggregates_first(x, graph.value))
+                return explain_adjacency_product(rows, graph, bias, options=self.options, measure=measure)
+            rows, bias, _ = self._rows(x, self._aggregates_first(x, graph.edge_weight))
+            return explain_graph_conv(
+                rows, *graph[:2], bias, recipe=graph.recipe, options=self.options, measure=measure
+            )
 
     # Which path.
 
@@ -210,12 +223,14 @@ class GCNConv(peer.GCNConv):
             or self._message_and_aggregate_forward_hooks
         ):
             return True
-        if not isinstance(x, Tensor) or not isinstance(edge_index, (Tensor, SparseTensor)):
+        if not isinstance(x, Tensor) or not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
             return True
         # Instances may be given methods of their own.
         own = self.__dict__
         if "message" in own or "aggregate" in own or "update" in own or "message_and_aggregate" in own:
             return True
+        if isinstance(edge_index, Adjacency):
+            return False
         if isinstance(edge_index, SparseTensor):
             return not self.normalize and edge_index.size(0) != edge_index.size(1)
         return edge_index.layout in _SPARSE and not self.normalize and edge_index.size(0) != edge_index.size(1)
@@ -225,13 +240,17 @@ class GCNConv(peer.GCNConv):
     @torch.jit.unused
     def _fused(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor:
         if self.options.validate and not torch.compiler.is_compiling():
-            stored = edge_index.coo()[:2] if isinstance(edge_index, SparseTensor) else (edge_index,)
+            stored = (edge_index,)
+            if isinstance(edge_index, (SparseTensor, Adjacency)):
+                stored = edge_index[:2] if isinstance(edge_index, Adjacency) else edge_index.coo()[:2]
             forget(part for part in stored if part is not None)
-        edges, normalize = self._edges(x, edge_index, edge_weight)
-        recipe = self._recipe(edges, normalize)
-        first = self._aggregates_first(x, edges.edge_weight)
+        graph = self._graph(x, edge_index, edge_weight)
+        first = self._aggregates_first(x, graph.value if isinstance(graph, Adjacency) else graph.edge_weight)
         rows, initial, back = self._rows(x, first)
-        out = graph_conv(rows, edges.edge_index, edges.edge_weight, initial, recipe=recipe, options=self.options)
+        if isinstance(graph, Adjacency):
+            out = adjacency_product(rows, graph, initial, options=self.options)
+        else:
+            out = graph_conv(rows, *graph[:2], initial, recipe=graph.recipe, options=self.options)
         if back is not None:
             out = back(out)
         if first:
@@ -243,10 +262,6 @@ class GCNConv(peer.GCNConv):
         """Return what the edges carry, (n, f), what its sum starts from, and the way back to the shape of `x`."""
         rows, back = _node_rows(x if first else self.lin(x), self.node_dim)
         return rows, cast("Tensor | None", self.bias) if not first and back is None else None, back
-
-    def _recipe(self, edges: _Edges, normalize: bool) -> Recipe:
-        flow = cast("Flow", self.flow)
-        return Recipe(normalize, edges.loops, 2.0 if self.improved else 1.0, flow)
 
     def _aggregates_first(self, x: Tensor, edge_weight: Tensor | None) -> bool:
         """Return whether (A X) W costs less than A (X W), counting the products of forward and backward."""
@@ -267,8 +282,8 @@ class GCNConv(peer.GCNConv):
 
     # Graphs.
 
-    def _edges(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> tuple[_Edges, bool]:
-        """Return the graph as an edge list, and whether it still has to be normalised; with `cached` it does not."""
+    def _graph(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> _Edges | Adjacency:
+        """Return the graph as an edge list; or, with `cached`, as the matrix that was made of the first one."""
         if x.dim() < 2 or not -x.dim() <= self.node_dim < x.dim() or self.node_dim in (-1, x.dim() - 1):
             raise InsumShapeError(
                 f"'{type(self).__name__}' takes features of at least two dimensions, the last one that of features",
@@ -276,37 +291,46 @@ class GCNConv(peer.GCNConv):
                 fix="pass x of shape (n, in_channels).",
                 got=tuple(x.shape),
             )
+        if isinstance(edge_index, Adjacency):
+            return edge_index
         num_nodes = static_shape(x)[self.node_dim]
         self._check_input(edge_index, None)
-        normalize = self.normalize
-        if normalize and (self.cached or self._cached_edge_index is not None or self._cached_adj_t is not None):
+        if self.normalize and (self.cached or self._cached_edge_index is not None or self._cached_adj_t is not None):
             # A traced graph has it as a constant.
             with untraced() if torch.jit.is_tracing() else nullcontext():
-                edge_index, edge_weight, normalize = self._cached_graph(edge_index, edge_weight, num_nodes, x.dtype)
-        loops: Loops = "remaining"
+                known = self._cached_graph(edge_index, edge_weight, num_nodes, x.dtype)
+                if known is not None:
+                    return self._cached_matrix(*known, num_nodes, x.dtype)
+        edges, edge_weight, loops = self._edges(edge_index, edge_weight, num_nodes, x.dtype, self.normalize)
+        loops = loops if self.normalize and self.add_self_loops else "none"
+        recipe = Recipe(self.normalize, loops, 2.0 if self.improved else 1.0, cast("Flow", self.flow))
+        return _Edges(edges, edge_weight, recipe)
+
+    def _edges(
+        self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype, normalize: bool
+    ) -> tuple[Tensor, Tensor | None, Loops]:
+        """Return a graph in any form as an edge list, its weights, and how it is given self-loops."""
         if isinstance(edge_index, SparseTensor):
             _check_square(edge_index.size(0), edge_index.size(1), num_nodes)
-            edge_index, edge_weight = edges_of_sparse_tensor(edge_index, x.dtype, normalize)
-            loops = "replaced"
-        elif edge_index.layout in _SPARSE:
+            return *edges_of_sparse_tensor(edge_index, dtype, normalize), "replaced"
+        if edge_index.layout in _SPARSE:
             _check_square(edge_index.size(0), edge_index.size(1), num_nodes)
-            edge_index, edge_weight = edges_of_adjacency(edge_index)
-            loops = "more"
-        elif isinstance(edge_index, EdgeIndex):
+            return *edges_of_adjacency(edge_index), "more"
+        if isinstance(edge_index, EdgeIndex):
             if not normalize:
                 _check_square(edge_index.num_rows, edge_index.num_cols, num_nodes)
             edge_index = edge_index.as_tensor()
-        return _Edges(edge_index, edge_weight, loops if normalize and self.add_self_loops else "none"), normalize
+        return edge_index, edge_weight, "remaining"
 
     def _cached_graph(
         self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype
-    ) -> tuple[Any, Tensor | None, bool]:
+    ) -> tuple[Any, Tensor | None] | None:
         """Return the normalised graph of the first call, kept as the peer keeps it."""
         if isinstance(edge_index, SparseTensor):
             if self._cached_adj_t is None and self.cached:
                 self._cached_adj_t = self._peer_norm(edge_index, edge_weight, num_nodes, dtype)
             known = self._cached_adj_t
-            return (edge_index, edge_weight, True) if known is None else (known, None, False)
+            return None if known is None else (known, None)
         if self._cached_edge_index is None and self.cached:
             if edge_index.layout in _SPARSE:
                 if edge_index.layout == torch.sparse_csc:
@@ -325,8 +349,21 @@ class GCNConv(peer.GCNConv):
                     fixed_size=torch.compiler.is_compiling(),
                 )
             self._cached_edge_index = known
-        known = self._cached_edge_index
-        return (edge_index, edge_weight, True) if known is None else (known[0], known[1], False)
+        return self._cached_edge_index
+
+    def _cached_matrix(
+        self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype
+    ) -> Adjacency:
+        """Return the matrix of the normalised graph that is kept."""
+        kept = self._cached_adjacency
+        if kept is not None and kept[0] is edge_index:
+            return kept[1]
+        edges, weight, _ = self._edges(edge_index, edge_weight, num_nodes, dtype, False)
+        learned = weight is not None and weight.requires_grad and torch.is_grad_enabled()
+        with nullcontext() if learned else plain_tensors(edges):
+            matrix = Adjacency.from_edges(edges, weight, num_nodes, flow=cast("Flow", self.flow), normalize=False)
+        self._cached_adjacency = edge_index, matrix
+        return matrix
 
     def _peer_norm(self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype) -> Any:
         return peer.gcn_norm(edge_index, edge_weight, num_nodes, self.improved, self.add_self_loops, self.flow, dtype)

@@ -19,19 +19,20 @@ from torch import Tensor
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
 from insum_nn.compiler.lang.index_checks import lowest_entry, writes_inside
+from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import choose_backend, require_triton
 from insum_nn.compiler.runtime.composite.pair_program import find_pairs
 from insum_nn.compiler.runtime.composite.statement_sequence import Part, Sequences
-from insum_nn.compiler.runtime.dispatch import Spec
+from insum_nn.compiler.runtime.dispatch import Spec, broadcast
 from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
 from insum_nn.compiler.runtime.modes import is_functional, records_graph
 from insum_nn.compiler.runtime.tracing.inline_kernel import inline_kernel
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 
-__all__ = ["inline", "inlines"]
+__all__ = ["inline", "inline_by_rows", "inlines"]
 
 
 def inlines(spec: Spec, tensors: Sequence[Tensor | None]) -> bool:
@@ -46,7 +47,13 @@ def inlines(spec: Spec, tensors: Sequence[Tensor | None]) -> bool:
     return is_functional(tensors) or not _launches(spec, tensors)
 
 
-def inline(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
+def inline(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    initial: Tensor | None,
+    extents: Extents,
+    row_begins: tuple[int, Tensor] | None = None,
+) -> Tensor:
     """Compute a statement by torch's operations and launches; its epilogue is left to the caller.
 
     Args:
@@ -54,6 +61,7 @@ def inline(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extent
         tensors: in the layout's order.
         initial: the initial value.
         extents: the call's sizes, which may be symbolic.
+        row_begins: as in `inline_kernel`.
     """
     statement = spec.statement
     named = dict(zip(spec.layout.tensors, tensors, strict=True))
@@ -80,7 +88,7 @@ def inline(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extent
         shapes = {name: tuple(map(_hint, tensor.shape)) for name, tensor in named.items()}
         parts = Sequences(bound, spec.options).symbolic(named, extents, shapes, hints)
     if parts is None:
-        return _run(bound, tensors, initial, extents, spec.options, spec.static)
+        return _run(bound, tensors, initial, extents, spec.options, spec.static, row_begins)
     pool = dict(named)
     for part in parts:
         for each in part.clears:
@@ -96,6 +104,27 @@ def inline(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extent
             return result if initial is None or begins is not None else result + initial
         pool[part.writes] = result
     raise AssertionError("a sequence has a last part")
+
+
+def inline_by_rows(
+    spec: Spec, named: Mapping[str, Tensor], row: str, begin: Tensor, out_shape: Sequence[int | None]
+) -> Tensor | None:
+    """Compute a statement whose index tensor of output rows ascends; `None` where torch does not record a graph of it.
+
+    Args:
+        spec: the program.
+        named: the tensors; one under the output's name is the initial value.
+        row: the name of that index tensor.
+        begin: (rows + 1,) where the terms of each row begin, and how many there are: the graph computes it else.
+        out_shape: shape of the output; `None` entries are inferred.
+    """
+    tensors = [named[name] for name in spec.layout.tensors]
+    initial = named.get(spec.statement.output.name)
+    if not inlines(spec, (*tensors, initial)):
+        return None
+    extents = resolve_extents(spec.statement, tensors, initial, {}, out_shape)
+    row_begins = spec.layout.tensors.index(row), begin
+    return inline(spec, tensors, broadcast(initial, extents), extents, row_begins)
 
 
 def _launches(spec: Spec, tensors: Sequence[Tensor | None]) -> bool:
@@ -154,11 +183,12 @@ def _run(
     extents: Extents,
     options: Options,
     static: tuple[tuple[str, StaticTable], ...] = (),
+    row_begins: tuple[int, Tensor] | None = None,
 ) -> Tensor:
     if choose_backend(bound, options, tables=bool(static))[0] == "triton":
         require_triton(bound)
         tables = dict(canonical_tables(bound.statement, static))
-        result = inline_kernel(canonical(bound), tensors, initial, extents, options, tables)
+        result = inline_kernel(canonical(bound), tensors, initial, extents, options, tables, row_begins)
         if result is not None:
             return result
     own = canonical(replace(bound, facts=tuple(IndexFacts(masked=facts.masked) for facts in bound.facts)))

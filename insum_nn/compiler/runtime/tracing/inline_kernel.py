@@ -43,6 +43,7 @@ def inline_kernel(
     extents: Extents,
     options: Options,
     tables: Mapping[str, StaticTable],
+    row_begins: tuple[int, Tensor] | None = None,
 ) -> Tensor | None:
     """Compute a statement by one launch; `None`: no kernel can be generated.
 
@@ -53,6 +54,8 @@ def inline_kernel(
         extents: the call's sizes, which may be symbolic.
         options: compile options.
         tables: static tensors by name.
+        row_begins: the position of an ascending index tensor of output rows, and where the terms of each row begin,
+            (rows + 1,).
     """
     likely = Extents(tuple(map(size_hint, extents.indices)), tuple(map(size_hint, extents.output)))
     if 0 in likely.indices or 0 in likely.output:
@@ -70,9 +73,13 @@ def inline_kernel(
     schedule = choose_unmeasured(form, tables, size_bucket(likely), likely, device, precision).candidate
     wide = exceeds(_reach(form, tensors, initial, extents), WIDE)
     strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(initial))
-    partition = (
-        _undivided(form, tensors[form.row_index_place], extents.output[form.row_axis], wide) if form.row_index else None
-    )
+    partition: RowPartition | None = None
+    if form.row_index:
+        rows = extents.output[form.row_axis]
+        if row_begins is not None and row_begins[0] == form.row_index_place and not form.permuted:
+            partition = RowPartition(rows, row_begins[1])
+        else:
+            partition = _undivided(form, tensors[form.row_index_place], rows, wide)
     kernel = UnsizedKernel(form, schedule, strides, precision)
 
     def launch(arguments: list[Any], grid: int) -> None:
