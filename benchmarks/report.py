@@ -43,7 +43,7 @@ BASELINES = {
 def baseline_name(provider: str) -> str:
     """Say a provider's name as a reader knows it; ours is the package's."""
     name, _, variant = provider.partition("/")
-    return BASELINES.get(name, name) + (f", {variant.replace('_', ' ')}" if variant else "")
+    return ", ".join([BASELINES.get(name, name), *variant.replace("_", " ").split("/")]).removesuffix(", ")
 
 
 class Row(NamedTuple):
