@@ -10,7 +10,7 @@ from benchmarks.registry import is_ours
 from benchmarks.report import Row, baseline_name, geometric_mean
 from benchmarks.selection import Compared
 
-__all__ = ["NETWORKS", "busy", "first_steps", "first_steps_by_kind", "host", "peer_models", "selection"]
+__all__ = ["NETWORKS", "busy", "first_steps", "first_steps_by_kind", "host", "maps", "peer_models", "selection"]
 
 # Name in a sentence -> the network.
 NETWORKS = {"a GCN": "gcn_14k", "a sparse U-Net": "spunet_fp16", "NequIP": "nequip_864"}
@@ -121,6 +121,24 @@ def host(rows: Sequence[Row], device: str) -> str:
         f" kernel, and {csr} times as long as torch's product of a CSR matrix (family `host`, in which the GPU has next"
         " to nothing to do)."
     )
+
+
+def maps(rows: Sequence[Row]) -> str:
+    """Compare the building of kernel maps with the fastest baseline's, on each GPU."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.family == "subm_map" and row.ratio is not None:
+            found.setdefault(row.gpu, []).append(row)
+    parts: list[str] = []
+    for gpu, mine in found.items():
+        ratios = [row.ratio or 0.0 for row in mine]
+        record = next(iter(mine[0].group.values()))
+        names = _joined(list(dict.fromkeys(baseline_name(row.baseline[0]) for row in mine if row.baseline)))
+        parts.append(
+            f"on {gpu}, at commit {(record['commit'] or 'unknown')[:7]} of {record['utc'][:10]},"
+            f" {min(ratios):.2f} to {max(ratios):.2f} of the time of ours ({names})"
+        )
+    return _wrapped(f"To build a map the fastest baseline took {'; '.join(parts)}.")
 
 
 def _short(device: str) -> str:

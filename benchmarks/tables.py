@@ -372,6 +372,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "busy-sentence": lambda: sentences.busy(rows, gpu),
         "peer-models-sentence": lambda: sentences.peer_models(rows, gpu),
         "host-sentence": lambda: sentences.host(rows, gpu),
+        "maps-sentence": lambda: sentences.maps(rows),
         "selection-sentence": lambda: sentences.selection(archive.current_entries("selection", DEVICE)),
         "cuequivariance": lambda: rare_baseline_table("cue"),
         "warpconvnet": lambda: rare_baseline_table("warpconvnet"),

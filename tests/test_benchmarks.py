@@ -956,3 +956,10 @@ def test_sentences_hold_the_numbers_of_the_records():
     text = sentences.host(report.rows(entries), "NVIDIA H200").replace("\n", " ")
     assert "takes 2.0 to 2.5 times as long as a bare launch" in text
     assert "and 1.2 to 1.5 times as long as torch's product" in text
+    entries = [
+        measured(f"subm_map/cloud=room/what={what}", name, time)
+        for what, times in {"map": (40.0, 20.0, 90.0), "map_forward": (40.0, 60.0, 90.0)}.items()
+        for name, time in zip(("insum_nn", "spconv", "another"), times, strict=True)
+    ]
+    text = sentences.maps(report.rows(entries)).replace("\n", " ")
+    assert "0.50 to 1.50 of the time of ours (spconv)." in text
