@@ -91,7 +91,7 @@ def main(argv=None, *, size="full"):
     print(
         f"{args.dataset}: test accuracy {accuracy.mean():.2%}, standard deviation {accuracy.std():.2%}, {seeds} seeds"
     )
-    print(f"a layer's statement: {model.conv1.expression}")
+    print(f"a layer's statements, here and in compiled graphs:\n{model.conv1.expression}")
 
     # (seeds, epochs, loss or accuracy, train or validation or test)
     curves = torch.tensor(curves)

@@ -37,6 +37,7 @@ from insum_nn.structure.graph_entries import (
 )
 
 __all__ = [
+    "GRAPH_ENTRIES",
     "explain_graph_conv",
     "explain_product",
     "graph_conv",
@@ -232,7 +233,7 @@ def _composite(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, *const
 
 
 # An entry without a row is an edge that does not count.
-_ENTRIES = "Out[Row[p],n] += Val[p] * X[Col[p],n]"
+GRAPH_ENTRIES = "Out[Row[p],n] += Val[p] * X[Col[p],n]"
 _ENTRY_FACTS = NamedFacts(Row=IndexFacts(masked=True, proven=True), Col=IndexFacts(masked=False, proven=True))
 
 
@@ -257,7 +258,7 @@ def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe:
     if recipe.normalize:
         weights = by_degrees(entries.row, col, weights, nodes)
     named = {"Row": row, "Col": col, "Val": weights.to(x.dtype), "X": x}
-    return run(_ENTRIES, _ENTRY_FACTS, named, options, (nodes, None))
+    return run(GRAPH_ENTRIES, _ENTRY_FACTS, named, options, (nodes, None))
 
 
 # Calls with `deterministic` or `validate` stay one operator, behind which the graph is kept as in eager calls.

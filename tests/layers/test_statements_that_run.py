@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("e3nn")
 
 from insum_nn import layers
-from insum_nn.compiler.runtime import dispatch
-from insum_nn.compiler.runtime.composite import joined_programs, shared_paths
+from insum_nn.compiler.runtime import autograd, dispatch
+from insum_nn.compiler.runtime.composite import joined_programs, shared_paths, statement_choice
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
+from insum_nn.layers.voxel import conv
 from insum_nn.ops import tensor_product_roles
 from insum_nn.ops.tensor_product_right import right_expressions
 from tests.layers.every_layer import EVERY_LAYER, WITHOUT_OPTIONS, Case
@@ -112,6 +114,35 @@ def test_statements_of_forward_are_printed(name: str, device: torch.device, monk
     assert set(ran) <= printed
 
 
+# `right` is a product of its own; `AddTableMisaligned` reads which voxels its inputs share, which no graph can.
+TRACED = [name for name in LAYERS if name != "AddTableMisaligned" and not name.endswith(".right")]
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_statements_of_graphs_are_printed(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    made = LAYERS[name].module().to(device).eval()
+    inputs = [t.to(device) for t in LAYERS[name].inputs(5)]
+    ran = ran_by(monkeypatch, lambda: make_fx(made)(*inputs))
+    assert set(ran) <= set(expressions(made))
+    # Layers of e3nn that run its own code there say so.
+    assert ran or "e3nn's own code in graphs" in repr(made.get_submodule("layer"))
+
+
+def test_large_maps_and_graphs_are_printed_where_others_take_a_table(monkeypatch: pytest.MonkeyPatch):
+    """A GPU's rule is imitated."""
+    monkeypatch.setattr(statement_choice, "_everywhere", True)
+    case = LAYERS["SubMConv3d"]
+    layer: Any = case.module().eval()
+    inputs = case.inputs(5)
+    table, pairs = expressions(layer)
+    assert repr(layer.layer).splitlines()[1:] == [f"  {table}", f"  {conv._BY_PAIRS}:", f"    {pairs}"]
+
+    assert ran_by(monkeypatch, lambda: layer(*inputs)) == [table]
+    assert ran_by(monkeypatch, lambda: make_fx(layer)(*inputs)) == [pairs]
+    monkeypatch.setattr(statement_choice, "_MOST_ENTRIES", 1)
+    assert ran_by(monkeypatch, lambda: layer(*inputs)) == [pairs]
+
+
 def test_two_steps_are_printed_and_explained_where_they_run(monkeypatch: pytest.MonkeyPatch):
     """A GPU multiplies many scalars by the weights in a statement of its own; its rules are imitated here."""
     monkeypatch.setattr(tensor_product_roles, "paths_are_products", lambda device: False)
@@ -133,6 +164,21 @@ def test_two_steps_are_printed_and_explained_where_they_run(monkeypatch: pytest.
     assert whole in str(layer.explain(x, y))
 
 
+@pytest.mark.parametrize(
+    ("layer", "columns"),
+    [
+        (layers.Linear("32x0e+16x1o", "16x0e+16x1o"), 80),
+        (layers.SphericalHarmonics("0e+1o+2e+3o", normalize=False), 3),
+        (layers.Gate("4x0e", [torch.tanh], "2x0e", [torch.tanh], "2x1o"), 12),
+    ],
+)
+def test_layers_around_products_explain_each_statement(layer: Any, columns: int):
+    statements = layer.expression.splitlines()
+    assert statements == [line.strip() for line in repr(layer).splitlines() if " += " in line]
+    for number, text in enumerate(statements):
+        assert text in str(layer.explain(torch.randn(5, columns), statement=number))
+
+
 def test_transposed_samples_are_printed_and_explained_where_they_are_read(monkeypatch: pytest.MonkeyPatch):
     """As above; `insum_nn.ops.block_linear` is also the function of that name."""
     module = sys.modules["insum_nn.ops.block_linear"]
@@ -140,7 +186,7 @@ def test_transposed_samples_are_printed_and_explained_where_they_are_read(monkey
     x = torch.randn(3, 64)
     monkeypatch.setattr(module, "many_by_columns", lambda *call: True)
     few, *many = layer.expression.splitlines()
-    assert all(repr(text) in repr(layer) for text in (few, *many))
+    assert repr(layer).splitlines()[1:] == [f"  {few}", "  for many samples:", *(f"    {text}" for text in many)]
 
     assert ran_by(monkeypatch, lambda: layer(x)) == [few]
     assert few in str(layer.explain(x))
@@ -152,16 +198,22 @@ def test_transposed_samples_are_printed_and_explained_where_they_are_read(monkey
 def ran_by(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[str]:
     """The statements that a call without gradients runs, in order."""
     ran: list[str] = []
-    prepare = dispatch.prepare
+    prepare, inline = dispatch.prepare, autograd.inline
 
     def recorded(spec: Spec, *rest: Any) -> Any:
         ran.append(spec.expression)
         return prepare(spec, *rest)
 
+    def written(spec: Spec, *rest: Any) -> Any:
+        ran.append(spec.expression)
+        return inline(spec, *rest)
+
     clear_cache()
     with monkeypatch.context() as patch, torch.no_grad():
         for module in (dispatch, shared_paths):
             patch.setattr(module, "prepare", recorded)
+        # In graphs that torch records.
+        patch.setattr(autograd, "inline", written)
         call()
     return ran
 

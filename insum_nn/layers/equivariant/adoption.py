@@ -6,9 +6,9 @@ The imports of e3nn, conversion from its modules and calls of its code, and the 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from insum_nn.compiler.options import Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.equivariant.checks import InputError
+from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.ops.gradients import call_step, keep_inner, silu
 from insum_nn.ops.statements import in_a_graph
+from insum_nn.ops.tensor_product import TensorProductSpec, expressions
 
 try:
     # e3nn has no types, so what comes from it is `Any`.
@@ -31,7 +33,8 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "HasOptions",
+    "E3NN_IN_GRAPHS",
+    "ProductLayer",
     "adopt",
     "call_step",
     "e3nn",
@@ -45,13 +48,31 @@ __all__ = [
 
 M = TypeVar("M", bound=torch.nn.Module)
 
+# Calls of a layer that has statements for `runs_directly` alone.
+E3NN_IN_GRAPHS = "e3nn's own code in graphs that torch records, and under autocast"
 
-class HasOptions:
-    """A layer whose statements follow its compile options: `_write_statements` runs whenever these are set."""
 
-    _options: Options
+class ProductLayer(StatementLayer):
+    """A layer whose statements are those of tensor products, and follow its compile options.
 
+    `_write_statements` runs whenever these are set.
+    """
+
+    if TYPE_CHECKING:
+        # TorchScript is to read e3nn's annotations.
+        _options: Options
+
+    def _specs(self) -> Sequence[TensorProductSpec]:
+        """Return the tensor products that a call runs."""
+        raise NotImplementedError
+
+    def _statements(self) -> tuple[str, ...]:
+        device = next((buffer.device for buffer in cast(torch.nn.Module, self).buffers()), None)
+        return tuple(text for spec in self._specs() for text in expressions(spec, device=device))
+
+    # TorchScript compiles properties unless told otherwise.
     @property
+    @torch.jit.unused
     def options(self) -> Options:
         """Compile options; the statements follow them."""
         return self._options

@@ -11,6 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, forward_of, runs_directly, silu
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
+from insum_nn.layers.statement_layer import StatementLayer
 
 __all__ = ["Gate"]
 
@@ -19,7 +20,7 @@ Irreps = Any
 _SCALARS, _GATES, _GATED = range(3)
 
 
-class Gate(e3nn_nn.Gate):
+class Gate(StatementLayer, e3nn_nn.Gate):
     """Apply activations to scalars, and multiply the rest by activated scalars: `e3nn.nn.Gate`.
 
     The input is split into ranges of columns, and each activation is called once for neighbouring columns, so no
@@ -54,7 +55,7 @@ class Gate(e3nn_nn.Gate):
         *,
         options: Options = DEFAULT,
     ) -> None:
-        super().__init__(irreps_scalars, act_scalars, irreps_gates, act_gates, irreps_gated)
+        e3nn_nn.Gate.__init__(self, irreps_scalars, act_scalars, irreps_gates, act_gates, irreps_gated)
         self.mul = TensorProduct.from_e3nn(self.mul, options=options)
         self._divide()
 
@@ -78,6 +79,7 @@ class Gate(e3nn_nn.Gate):
 
         >>> Gate.from_e3nn(e3nn_nn.Gate("4x0e", [torch.tanh], "2x0e", [torch.tanh], "2x1o"))
         Gate (6x0e+2x1o -> 4x0e+2x1o)
+          Z[z,K[p,u]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,u]]
 
         Raises:
             InputError: the module is no gate of e3nn.
@@ -86,6 +88,14 @@ class Gate(e3nn_nn.Gate):
         new.mul = TensorProduct.from_e3nn(new.mul, options=options)
         new._divide()
         return new
+
+    def _statements(self) -> tuple[str, ...]:
+        return self.mul._statements()
+
+    def explain(self, features: Tensor, **how: Any) -> Any:
+        """Explain how the product runs on features (n, irreps_in.dim): see `TensorProduct.explain`."""
+        _, gates, gated = self.sc(features)
+        return self.mul.explain(gated, self.act_gates(gates), **how)
 
     @torch.jit.unused
     def _gated(self, features: Tensor) -> Tensor | None:

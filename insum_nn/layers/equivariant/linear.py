@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import HasOptions, adopt, forward_of, o3, runs_directly
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, ProductLayer, adopt, forward_of, o3, runs_directly
 from insum_nn.layers.equivariant.checks import check_choice
-from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.ops.tensor_product_spec import LAYOUTS
 from insum_nn.ops.tensor_product_statement import LONG_SUM
 from insum_nn.structure.irreps import Entry, Path, copies_outermost, entries_of
@@ -21,7 +21,7 @@ __all__ = ["Linear"]
 Irreps = Any
 
 
-class Linear(o3.Linear, HasOptions):
+class Linear(ProductLayer, o3.Linear):
     """Mix the copies of each irrep: `e3nn.o3.Linear`.
 
         Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p]] * W[L[p],u,w]
@@ -48,8 +48,6 @@ class Linear(o3.Linear, HasOptions):
     torch.Size([5, 26])
     """
 
-    # TorchScript compiles properties unless told otherwise.
-    __jit_unused_properties__ = ["spec", "expression", "options"]  # noqa: RUF012 - its form is torch's
     forward_of_e3nn = forward_of(o3.Linear)
 
     def __init__(
@@ -62,7 +60,7 @@ class Linear(o3.Linear, HasOptions):
         options: Options = DEFAULT,
         **kwargs: Any,
     ) -> None:
-        super().__init__(irreps_in, irreps_out, **kwargs)
+        o3.Linear.__init__(self, irreps_in, irreps_out, **kwargs)
         self._prepare(options, layout_in, layout_out)
 
     def _prepare(self, options: Options, layout_in: str = "mul_ir", layout_out: str = "mul_ir") -> None:
@@ -92,6 +90,7 @@ class Linear(o3.Linear, HasOptions):
         return len(used) > 1 or any(self.irreps_out[i.i_out].ir.l for i in used)
 
     @property
+    @torch.jit.unused
     def spec(self) -> TensorProductSpec:
         """The tensor product with the scalar 1 that it is."""
         in1, paths = self._paths()
@@ -148,13 +147,16 @@ class Linear(o3.Linear, HasOptions):
         new._prepare(options)
         return new
 
-    @property
-    def expression(self) -> str:
-        """The statements that make the output, one a line; none where e3nn's code runs at every call."""
-        return "\n".join(expressions(self.spec)) if self._text else ""
+    def _specs(self) -> tuple[TensorProductSpec, ...]:
+        return (self.spec,) if self._text else ()
 
-    def __repr__(self) -> str:
-        return "\n  ".join([super().__repr__(), *self.expression.splitlines()])
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        return {E3NN_IN_GRAPHS if self._text else "e3nn's own code": ()}
+
+    def explain(self, features: Tensor, weight: Tensor | None = None, **how: Any) -> Any:
+        """Explain how one `statement=` runs on features (n, irreps_in.dim), timed with `measure=`: an `Explanation`."""
+        one = features.new_ones(features.shape[0], 1)
+        return explain_tensor_product(self.spec, features, one, self.weight if weight is None else weight, **how)
 
     @torch.jit.unused
     def _multiplied(self, features: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:

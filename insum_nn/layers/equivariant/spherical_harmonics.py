@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import HasOptions, adopt, forward_of, o3, runs_directly
-from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, expressions
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, ProductLayer, adopt, forward_of, o3, runs_directly
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path
 
@@ -19,7 +19,7 @@ __all__ = ["SphericalHarmonics"]
 Irreps = Any
 
 
-class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
+class SphericalHarmonics(ProductLayer, o3.SphericalHarmonics):
     """Spherical harmonics of vectors: `e3nn.o3.SphericalHarmonics`.
 
         Y[z,K[p]] += CG[p] * Y'[z,I[p]] * X[z,J[p]]
@@ -42,8 +42,6 @@ class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
     tensor([9.0000, 9.0000, 9.0000, 9.0000, 9.0000])
     """
 
-    # TorchScript compiles properties unless told otherwise.
-    __jit_unused_properties__ = ["expression", "options"]  # noqa: RUF012 - its form is torch's
     forward_of_e3nn = forward_of(o3.SphericalHarmonics)
 
     def __init__(
@@ -55,7 +53,7 @@ class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
         *,
         options: Options = DEFAULT,
     ) -> None:
-        super().__init__(irreps_out, normalize, normalization, irreps_in)
+        o3.SphericalHarmonics.__init__(self, irreps_out, normalize, normalization, irreps_in)
         self.options = options
 
     def _write_statements(self) -> None:
@@ -95,10 +93,13 @@ class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
         new.options = options
         return new
 
-    @property
-    def expression(self) -> str:
-        """The statements that make the degrees from 2 on, one a line."""
-        return "\n".join(line for spec in self._specs() for line in expressions(spec))
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        return {E3NN_IN_GRAPHS: ()}
+
+    def explain(self, x: Tensor, *, statement: int = 0, **how: Any) -> Any:
+        """Explain how one statement runs on vectors (n, 3), timed with `measure=`: an `Explanation`."""
+        below = x if statement == 0 else self._degrees(x)[statement + 1]
+        return explain_tensor_product(self._specs()[statement], below, x, x.new_empty(0), **how)
 
     @torch.jit.unused
     def _harmonics(self, x: Tensor) -> Tensor | None:
@@ -109,15 +110,20 @@ class SphericalHarmonics(o3.SphericalHarmonics, HasOptions):
             x = torch.nn.functional.normalize(x, dim=-1)
         shape = x.shape[:-1]
         vector = x if x.dim() == 2 else x.reshape(-1, 3)
+        degrees = self._degrees(vector)
+        chosen = [degrees[degree] for degree in self._ls_list]
+        whole = chosen[0] if len(chosen) == 1 else torch.cat(chosen, 1)
+        return whole if x.dim() == 2 else whole.reshape(*shape, whole.shape[1])
+
+    def _degrees(self, vector: Tensor) -> list[Tensor]:
+        """Return the harmonics of each degree for vectors (n, 3)."""
         none = vector.new_empty(0)
         degrees = [vector.new_full((vector.shape[0], 1), self._poles[0])]
         if self._lmax > 0:
             degrees.append(vector * self._poles[1])
         for text in self._texts:
             degrees.append(checked_product(text, vector if len(degrees) == 2 else degrees[-1], vector, none))
-        chosen = [degrees[degree] for degree in self._ls_list]
-        whole = chosen[0] if len(chosen) == 1 else torch.cat(chosen, 1)
-        return whole if x.dim() == 2 else whole.reshape(*shape, whole.shape[1])
+        return degrees
 
     def forward(self, x: Tensor) -> Tensor:
         """Evaluate.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import HasOptions, e3nn, o3
+from insum_nn.layers.equivariant.adoption import ProductLayer, e3nn, o3
 from insum_nn.layers.equivariant.checks import (
     InputError,
     check_choice,
@@ -25,7 +25,6 @@ from insum_nn.ops.tensor_product import (
     TensorProductSpec,
     checked_product,
     explain_tensor_product,
-    expressions,
     tensor_product_right,
 )
 from insum_nn.structure.clebsch_gordan import nonzeros
@@ -43,7 +42,7 @@ Irreps = Any
 Instruction = o3._tensor_product._instruction.Instruction
 
 
-class TensorProduct(o3.TensorProduct, HasOptions):
+class TensorProduct(ProductLayer, o3.TensorProduct):
     """Tensor product of two representations along chosen paths: `e3nn.o3.TensorProduct`.
 
         Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v,w]
@@ -87,9 +86,6 @@ class TensorProduct(o3.TensorProduct, HasOptions):
     >>> cross(torch.randn(8, 48), torch.randn(8, 48)).shape
     torch.Size([8, 48])
     """
-
-    # TorchScript compiles properties unless told otherwise.
-    __jit_unused_properties__ = ["spec", "expression", "options"]  # noqa: RUF012 - its form is torch's
 
     def __init__(
         self,
@@ -199,6 +195,7 @@ class TensorProduct(o3.TensorProduct, HasOptions):
         self._profiling_str: str = o3.TensorProduct.__repr__(self)
 
     @property
+    @torch.jit.unused
     def spec(self) -> TensorProductSpec:
         """Representations and normalised paths, without numbers."""
         return TensorProductSpec(*self._entries(), self._paths(), self.shared_weights, options=self.options)
@@ -248,13 +245,8 @@ class TensorProduct(o3.TensorProduct, HasOptions):
         new.options = options
         return new.train(module.training)
 
-    @property
-    def expression(self) -> str:
-        """The statements that make the output where the module is, one a line."""
-        return "\n".join(expressions(self.spec, device=self.output_mask.device))
-
-    def __repr__(self) -> str:
-        return "\n  ".join([super().__repr__(), *self.expression.splitlines()])
+    def _specs(self) -> tuple[TensorProductSpec]:
+        return (self.spec,)
 
     def explain(self, x: Tensor, y: Tensor, weight: Tensor | None = None, **how: Any) -> Any:
         """Explain how one `statement=` runs on these inputs (2-d), timed with `measure=`: an `Explanation`."""
@@ -478,4 +470,4 @@ class TensorSquare(o3.TensorSquare, TensorProduct):
         return self._multiply(x, x, weight)
 
     def __repr__(self) -> str:
-        return "\n  ".join([o3.TensorSquare.__repr__(self), *self.expression.splitlines()])
+        return self._shown(o3.TensorSquare.__repr__(self))

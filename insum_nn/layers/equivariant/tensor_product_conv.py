@@ -12,17 +12,17 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
-from insum_nn.layers.equivariant.adoption import HasOptions
+from insum_nn.layers.equivariant.adoption import ProductLayer
 from insum_nn.layers.equivariant.checks import InputError, check_same, fits_plainly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import to_autocast
-from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, expressions
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 
 __all__ = ["TensorProductConv"]
 
 
-class TensorProductConv(torch.nn.Module, HasOptions):
+class TensorProductConv(ProductLayer, torch.nn.Module):
     """Messages along edges, each the tensor product of a sender's features and an edge's, summed at the receivers.
 
         Z[Dst[e],K[p,u]] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p]] * W[e,L[p],u]
@@ -63,11 +63,9 @@ class TensorProductConv(torch.nn.Module, HasOptions):
     # TorchScript compiles properties unless told otherwise.
     __jit_unused_properties__ = [  # noqa: RUF012
         "spec",
-        "options",
         "deterministic",
         "weight_numel",
         "irreps_out",
-        "expression",
     ]
 
     def __init__(
@@ -132,16 +130,14 @@ class TensorProductConv(torch.nn.Module, HasOptions):
         """Representation of the result."""
         return self.tensor_product.irreps_out
 
-    @property
-    def expression(self) -> str:
-        """The statements that make the output, one a line."""
-        return "\n".join(expressions(self.spec))
+    def _specs(self) -> tuple[TensorProductSpec]:
+        return (self.spec,)
 
     def __repr__(self) -> str:
         product = self.tensor_product._profiling_str.partition("(")[2]
         if self.layout != "mul_ir":
             product = f"{product.removesuffix(')')} | {self.layout})"
-        return "\n  ".join([f"{type(self).__name__}({product}", *expressions(self.spec)])
+        return self._shown(f"{type(self).__name__}({product}")
 
     def reorder_weights_from_e3nn(self, weights: Tensor, has_batch_dim: bool = True) -> Tensor:
         """Return the weights unchanged: the layer's order is e3nn's. OpenEquivariance's order may differ."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
+from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.ops.adjacency_product import adjacency_product, explain_adjacency_product
-from insum_nn.ops.graph_conv import explain_graph_conv, graph_conv
+from insum_nn.ops.graph_conv import GRAPH_ENTRIES, explain_graph_conv, graph_conv
 from insum_nn.ops.graph_matrix import Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.graph_product import CARRY
 from insum_nn.ops.statements import static_shape, untraced
@@ -57,10 +58,11 @@ def _renamed(function: Any, name: str) -> Any:
     return copy
 
 
-class GCNConv(peer.GCNConv):
+class GCNConv(peer.GCNConv, StatementLayer):
     """The graph convolution of Kipf and Welling: `torch_geometric.nn.GCNConv`.
 
         C[Row[g],n] += Val[g,q] * B[Col[g,q],n]        B = X W^T, or X where that is narrower: (A X) W^T = A (X W^T)
+        Out[Row[p],n] += Val[p] * X[Col[p],n]          the same of an edge list in graphs that torch records
 
     `Val` holds, for each edge, its weight divided by the square roots of the degrees of its two nodes. The matrix and
     its transpose are sorted and grouped once for each edge list (by the tensor's identity and version) and shared by
@@ -101,8 +103,10 @@ class GCNConv(peer.GCNConv):
 
     >>> from insum_nn.layers.graph.gcn_conv import GCNConv
     >>> layer = GCNConv(16, 32)
-    >>> layer, layer.expression
-    (GCNConv(16, 32), 'C[Row[g],n] += Val[g,q] * B[Col[g,q],n]')
+    >>> layer
+    GCNConv(16, 32)
+    >>> layer.expression.splitlines()
+    ['C[Row[g],n] += Val[g,q] * B[Col[g,q],n]', 'Out[Row[p],n] += Val[p] * X[Col[p],n]']
     >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
     torch.Size([4, 32])
     """
@@ -121,8 +125,6 @@ class GCNConv(peer.GCNConv):
     _cached_adjacency = None
     _by_messages = _renamed(peer.GCNConv.forward, "_by_messages")
     _makes_messages: ClassVar[bool] = False
-    # TorchScript compiles properties unless told otherwise.
-    __jit_unused_properties__: ClassVar[list[str]] = ["expression"]
 
     def __init__(
         self,
@@ -145,10 +147,11 @@ class GCNConv(peer.GCNConv):
         cls._makes_messages = any(getattr(cls, name) is not getattr(GCNConv, name) for name in _MESSAGE_METHODS[1:])
         cls._makes_messages |= "propagate" in cls.__dict__
 
-    @property
-    def expression(self) -> str:
-        """The statement that the layer runs."""
-        return CARRY
+    def _statements(self) -> tuple[str, ...]:
+        return (CARRY,)
+
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        return {"for edge lists in graphs that torch records": (GRAPH_ENTRIES,)}
 
     def forward(self, x: Tensor, edge_index: Adj, edge_weight: OptTensor = None) -> Tensor:
         """Convolve.

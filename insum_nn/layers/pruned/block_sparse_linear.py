@@ -13,6 +13,7 @@ from insum_nn.errors import InsumShapeError
 from insum_nn.formats import BlockCOO, GroupSize
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.block_linear import (
+    BLOCK_LINEAR,
     BLOCK_LINEAR_FACTS,
     block_linear_program,
     block_linear_statements,
@@ -268,11 +269,13 @@ class BlockSparseLinear(PrunedModule):
 
     # The map.
 
-    @property
-    def expression(self) -> str:
-        """The statement that the layer runs, and the two for many samples where these are faster; one a line."""
+    def _statements(self) -> tuple[str, ...]:
+        return (BLOCK_LINEAR[self._form],)
+
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         shape = (self.out_features, self.in_features)
-        return "\n".join(block_linear_statements(self._form, self.weight, shape, self.options))
+        _, *many = block_linear_statements(self._form, self.weight, shape, self.options)
+        return {"for many samples": tuple(many)} if many else {}
 
     @property
     def _form(self) -> str:
@@ -295,30 +298,22 @@ class BlockSparseLinear(PrunedModule):
         shape = (self.out_features, self.in_features)
         return block_linear_stored(input, self.weight, self.index, shape, self.bias, options=self.options)
 
-    def explain(self, input: Tensor | None = None, *, measure: bool = False) -> Any:
-        """Explain how the layer's statement runs; see `Program.explain`.
+    def _program(self) -> Any:
+        return block_linear_program(self._form, self.options)
 
-        Args:
-            input: an input to explain the call with; without one, only what the text alone says is shown.
-            measure: also time the program.
-
-        Returns:
-            The compiler's `Explanation`.
-        """
-        if input is None:
-            return block_linear_program(self._form, self.options).explain()
+    def _explain_call(self, input: Tensor, *, measure: bool) -> Any:
         shape = (self.out_features, self.in_features)
         return explain_block_linear(
             input, self.weight, self.index, shape, self.bias, options=self.options, measure=measure
         )
 
     def extra_repr(self) -> str:
-        """Sizes, what is stored, and the statement."""
+        """Sizes, and what is stored."""
         total = math.prod(self.grid_shape)
         parts = [f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"]
         parts += [f"block_shape={self.block_shape}, blocks={self.num_stored} of {total}"]
         parts += [f"group_size={self.group_size}"] if self.group_size != "auto" else []
-        return ", ".join([*parts, *map(repr, self.expression.splitlines())])
+        return ", ".join(parts)
 
 
 def _extent(name: str, value: object, least: int) -> int:

@@ -306,12 +306,10 @@ class PrunedConv2d(PrunedModule):
         padded = functional.pad(input, (left, right, top, bottom), mode=_MODES[self.padding_mode])
         return padded, ((0, 0), (0, 0))
 
-    @property
-    def expression(self) -> str:
-        """The statement that the layer runs."""
+    def _statements(self) -> tuple[str, ...]:
         (top, _), (left, _) = self.zeros
         padding = (top, left) if self.padding_mode == "zeros" else (0, 0)
-        return pruned_conv2d_expression(self.stride, padding)
+        return (pruned_conv2d_expression(self.stride, padding),)
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve.
@@ -330,7 +328,7 @@ class PrunedConv2d(PrunedModule):
         """
         single = input.ndim == 3
         images = input.unsqueeze(0) if single else input
-        check_pruned_conv2d(images, self.weight, self.in_channels, self.bias, self.expression)
+        check_pruned_conv2d(images, self.weight, self.in_channels, self.bias, self._statements()[0])
         images, zeros = self._padded(images)
         output = self._output(images, zeros)
         result = pruned_conv2d(
@@ -350,27 +348,18 @@ class PrunedConv2d(PrunedModule):
         size = images.shape[2], images.shape[3]
         return pruned_conv2d_output(size, self.kernel_size, self.stride, zeros, self.dilation)
 
-    def explain(self, input: Tensor | None = None, *, measure: bool = False) -> Any:
-        """Explain how the layer's statement runs; see `Program.explain`.
+    def _program(self) -> Any:
+        return pruned_conv2d_program(self._statements()[0], self.options)
 
-        Args:
-            input: a batch of images to explain the call with; without one, only what the text alone says is shown.
-            measure: also time the program.
-
-        Returns:
-            The compiler's `Explanation`.
-        """
-        program = pruned_conv2d_program(self.expression, self.options)
-        if input is None:
-            return program.explain()
-        check_pruned_conv2d(input, self.weight, self.in_channels, self.bias, self.expression)
+    def _explain_call(self, input: Tensor, *, measure: bool) -> Any:
+        check_pruned_conv2d(input, self.weight, self.in_channels, self.bias, self._statements()[0])
         images, zeros = self._padded(input)
         shape = (None, self.out_channels, *self._output(images, zeros))
         named = {"I": images, "F": self.weight, **self.index}
-        return program.explain(tensors=named, out_shape=shape, measure=measure)
+        return self._program().explain(tensors=named, out_shape=shape, measure=measure)
 
     def extra_repr(self) -> str:
-        """Arguments that differ from their defaults, what is stored, and the statement."""
+        """Arguments that differ from their defaults, and what is stored."""
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
         plain = {"padding": (0, 0), "dilation": (1, 1), "groups": 1, "padding_mode": "zeros", "group_size": "auto"}
         parts += [
@@ -378,7 +367,7 @@ class PrunedConv2d(PrunedModule):
         ]
         parts += ["bias=False"] if self.bias is None else []
         parts += [f"weights={self.num_stored} of {math.prod(self.grid_shape)}"]
-        return ", ".join([*parts, repr(self.expression)])
+        return ", ".join(parts)
 
 
 def _pair(name: str, value: object, least: int) -> Pair:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import GroupCOO, GroupSize
+from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.structure.pruning import (
     random_mask,
 )
@@ -19,7 +20,7 @@ from insum_nn.tensor_cache import unwritten
 __all__ = ["PrunedWeight"]
 
 
-class PrunedWeight(nn.Module):
+class PrunedWeight(ExplainedLayer, nn.Module):
     """A layer whose weight is a list of cells at chosen places of a grid.
 
     What is stored is a parameter like any other: gradients, optimizers and `state_dict` see the stored cells only.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
+from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
 from insum_nn.ops.sparse_conv import map_program
 from insum_nn.structure.coordinates import Coordinates
@@ -61,23 +62,13 @@ class SparseModule(Unscriptable, nn.Module):
         self._sparse_unique_name = ""
 
 
-class StatementModule(SparseModule):
-    """A module that runs one statement, `EXPRESSION`, whatever its arguments are."""
+class StatementModule(ExplainedLayer, SparseModule):
+    """A module over sparse tensors that runs a statement."""
 
-    EXPRESSION: ClassVar[str]
     options: Options = DEFAULT
 
-    @property
-    def expression(self) -> str:
-        """The statement that the layer runs."""
-        return self.EXPRESSION
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()}\n  {self.expression}"
-
-    def explain(self) -> Any:
-        """Explain how the layer's statement runs; see `Program.explain`."""
-        return map_program(self.expression, self.options).explain()
+    def _program(self) -> Any:
+        return map_program(self._statements()[0], self.options)
 
 
 def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) -> list[int]:

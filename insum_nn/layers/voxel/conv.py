@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.voxel.base import VOXEL_COUNT, IntOrInts, SparseModule
+from insum_nn.layers.voxel.base import VOXEL_COUNT, IntOrInts, StatementModule
 from insum_nn.layers.voxel.conv_base import Activation, SparseConvolutionBase, activation_name
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import map_program, sparse_conv_call, sparse_conv_expression
@@ -43,8 +43,11 @@ __all__ = [
 _VERSION = 3
 _VERSION_BY_SHAPE = 2
 
+# The calls of a layer whose statement is over a table that run the statement over pairs.
+_BY_PAIRS = "in graphs that torch records, under transforms, and for tables of more than 2^28 entries"
 
-class SparseConvolution(SparseConvolutionBase, SparseModule):
+
+class SparseConvolution(SparseConvolutionBase, StatementModule):
     """A convolution over the active voxels of a `SparseConvTensor`; base of all kinds.
 
         Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]     on a CPU
@@ -131,7 +134,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
             options: compile options.
         """
         named = {key: value for key, value in _arguments(locals()).items() if key not in ("name", "device", "dtype")}
-        SparseModule.__init__(self, name=name)
+        StatementModule.__init__(self, name=name)
         SparseConvolutionBase.__init__(self, **named)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(self.weight_shape, **factory))
@@ -193,12 +196,16 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         self.__dict__.pop("_version", None)
         self._weight_version = _VERSION
 
-    @property
-    def expression(self) -> str:
-        """The statement that the layer runs on its device."""
-        return sparse_conv_expression(
-            groups=self.groups, pointwise=self.conv1x1, device=self.weight.device, options=self.options
+    def _statements(self) -> tuple[str, ...]:
+        return (
+            sparse_conv_expression(
+                groups=self.groups, pointwise=self.conv1x1, device=self.weight.device, options=self.options
+            ),
         )
+
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        pairs = sparse_conv_expression(groups=self.groups, pointwise=self.conv1x1)
+        return {} if self._statements() == (pairs,) else {_BY_PAIRS: (pairs,)}
 
     def extra_repr(self) -> str:
         """Arguments, as spconv writes them."""
@@ -211,9 +218,6 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         parts += [f"act={self.act_type}"] if activation_name(self.act_type) != "None_" else []
         parts += [f"anchor={self.own_anchor}"] if self.own_anchor is not None else []
         return ", ".join(parts)
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()}\n  {self.expression}"
 
     def get_max_num_voxels(self) -> Tensor | None:
         """Return the largest number of output voxels seen, with `record_voxel_count`."""
@@ -232,18 +236,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         """
         return self._convolve(input, self.weight, self.bias, add_input, self.act_type, self.act_alpha)
 
-    def explain(self, input: SparseConvTensor | None = None, *, measure: bool = False) -> Any:
-        """Explain how the layer's statement runs; see `Program.explain`.
-
-        Args:
-            input: a tensor to explain the call with; without one, only what the text alone says is shown.
-            measure: also time the program.
-
-        Returns:
-            The compiler's `Explanation`.
-        """
-        if input is None:
-            return map_program(self.expression, self.options).explain()
+    def _explain_call(self, input: SparseConvTensor, *, measure: bool) -> Any:
         kernel_map = None if self.conv1x1 else self.kernel_map(input)
         expression, named, shape = sparse_conv_call(
             input.features, self.dense_weight, kernel_map, self.bias, groups=self.groups, options=self.options

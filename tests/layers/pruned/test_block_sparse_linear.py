@@ -487,8 +487,8 @@ def test_on_each_device(device):
 def test_repr_and_explain():
     layer = BlockSparseLinear(96, 64, density=0.5)
     assert repr(layer) == (
-        "BlockSparseLinear(in_features=96, out_features=64, bias=True, block_shape=(32, 32), blocks=3 of 6, "
-        "'Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]')"
+        "BlockSparseLinear(in_features=96, out_features=64, bias=True, block_shape=(32, 32), blocks=3 of 6)\n"
+        "  Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]"
     )
     assert layer.expression == "Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]"
     assert layer.expression in str(layer.explain())

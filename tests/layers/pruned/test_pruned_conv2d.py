@@ -295,8 +295,8 @@ def test_on_each_device(device):
 def test_repr_and_explain():
     layer = PrunedConv2d(4, 8, 3, stride=2, padding=1, density=0.25)
     assert repr(layer) == (
-        "PrunedConv2d(4, 8, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), weights=72 of 288, "
-        "'O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],2*p+R[g,k]-1,2*q+S[g,k]-1]')"
+        "PrunedConv2d(4, 8, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), weights=72 of 288)\n"
+        "  O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],2*p+R[g,k]-1,2*q+S[g,k]-1]"
     )
     assert layer.expression in str(layer.explain())
     assert "index_select" in str(layer.explain(torch.randn(2, 4, 6, 6)))

@@ -351,7 +351,7 @@ def test_representations(theirs):
         peer = getattr(theirs, kind)(*arguments, **named, **algo)
         mine = getattr(ours, kind)(*arguments, **named, **algo)
         assert repr(mine).splitlines()[0] == repr(peer)
-        assert repr(mine).splitlines()[1].strip() == mine.expression
+        assert repr(mine).splitlines()[1].strip() == mine.expression.splitlines()[0]
     features, indices = cloud()
     assert repr(ours.SparseConvTensor(features, indices, SHAPE, 2)) == repr(
         theirs.SparseConvTensor(features, indices, SHAPE, 2)

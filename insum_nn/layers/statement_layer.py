@@ -1,0 +1,70 @@
+"""Bases of the layers that run statements: they print and explain these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+__all__ = ["ExplainedLayer", "StatementLayer"]
+
+
+class StatementLayer:
+    """A module that runs statements: `expression` and `repr` show them.
+
+    A layer names its statements in `EXPRESSION`, or in `_statements` where they follow its arguments or its device.
+    """
+
+    if TYPE_CHECKING:
+        # TorchScript reads the annotations of the first class that has any, which are to be those of the layer's peer.
+        EXPRESSION: ClassVar[str]
+
+    def _statements(self) -> Sequence[str]:
+        """Return the statements that a call runs, in order."""
+        return (self.EXPRESSION,)
+
+    def _elsewhere(self) -> Mapping[str, Sequence[str]]:
+        """Return what calls of other kinds run in place of these: statements by kind, or none of ours."""
+        return {}
+
+    # TorchScript compiles properties unless told otherwise.
+    @property
+    @torch.jit.unused
+    def expression(self) -> str:
+        """The statements that the layer runs, one a line: first those of a usual call, then those of other calls."""
+        return "\n".join([*self._statements(), *(text for texts in self._elsewhere().values() for text in texts)])
+
+    def __repr__(self) -> str:
+        return self._shown(super().__repr__())
+
+    def _shown(self, head: str) -> str:
+        """Return the statements below a module's own text."""
+        lines = [head, *self._statements()]
+        for kind, texts in self._elsewhere().items():
+            lines += [f"{kind}:" if texts else kind, *(f"  {text}" for text in texts)]
+        return "\n  ".join(lines)
+
+
+class ExplainedLayer(StatementLayer):
+    """One that takes a single input."""
+
+    def explain(self, input: Any = None, *, measure: bool = False) -> Any:
+        """Explain how the layer's statement runs; see `Program.explain`.
+
+        Args:
+            input: an input to explain the call with; without one, only what the text alone says is shown.
+            measure: also time the program.
+
+        Returns:
+            The compiler's `Explanation`.
+        """
+        return self._program().explain() if input is None else self._explain_call(input, measure=measure)
+
+    def _program(self) -> Any:
+        """Return the program of the first statement."""
+        raise NotImplementedError
+
+    def _explain_call(self, input: Any, *, measure: bool) -> Any:
+        """Explain how the statement runs on an input."""
+        raise NotImplementedError
