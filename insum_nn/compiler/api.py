@@ -47,6 +47,7 @@ from insum_nn.compiler.runtime.modes import (
     without_autocast,
 )
 from insum_nn.compiler.runtime.multilinear import (
+    BoundSums,
     JointSums,
     Multilinear,
     joint_gradients,
@@ -67,6 +68,7 @@ __all__ = [
     "MOST_CELLS",
     "MOST_TERMS",
     "BoundProgram",
+    "BoundSums",
     "Explanation",
     "JointSums",
     "Multilinear",

@@ -10,14 +10,14 @@ bandwidth, so the input is transposed first. That costs two passes over it, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor
 
-from insum_nn.compiler.api import built_program, multilinear
+from insum_nn.compiler.api import BoundProgram, BoundSums, built_program, multilinear
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts, NamedFacts
 
@@ -47,7 +47,7 @@ _NO_FACTS = NamedFacts()
 
 
 @dataclass(frozen=True, slots=True)
-class BlockColumns:
+class BlockColumns(BoundSums):
     """The three sums of a linear map of blocks, each other's gradients.
 
     All three tensors are as a layer has them: `X` (n, cols * b), `Y` (n, rows * a), `W` (p, a, b).
@@ -79,26 +79,19 @@ class BlockColumns:
         """Return the tensors of `COLUMNS["Y"]` by name."""
         return {**self.index, "W": weight, "X": _columns(x, self.grid[1], self.options)}
 
-    def eager(
-        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
-    ) -> Tensor:
-        """Return the tensor of that name; in eager mode, where nothing is recorded."""
+    def call(
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
+    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int, ...], Hashable]:
+        """Return the statement of the tensor of that name, and what it reads."""
         a, b = operands
         named, shape = self._arranged(requested, a, b, made)
-        key = (shape, self.row.shape, self.row.dtype, a.shape, b.shape, a.dtype, a.device, initial is None)
-        initial = None if initial is None else initial.view(shape[1:])
+        key = (shape, self.row.shape, self.row.dtype, a.shape, b.shape, a.dtype, a.device)
         product = built_program(COLUMNS[requested], COLUMNS_FACTS, self.options).unbound
-        result = product(*[named[name] for name in product.names], out_shape=shape, initial=initial, key=key)
-        return result if requested == "W" else result.flatten(1)
+        return product, [named[name] for name in product.names], shape, key
 
-    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
-        """Return the same by the compiler's operator, which tracers and transforms know."""
-        a, b = operands
-        named, shape = self._arranged(requested, a, b, None)
-        if initial is not None:
-            named[requested] = initial.reshape(shape[1:])
-        result = built_program(COLUMNS[requested], COLUMNS_FACTS, self.options)(tensors=named, out_shape=shape)
-        return result if requested == "W" else result.flatten(1)
+    def result(self, requested: str, written: Tensor) -> Tensor:
+        """Return it as a layer has it."""
+        return written if requested == "W" else written.flatten(1)
 
     def _arranged(
         self, requested: str, a: Tensor, b: Tensor, made: dict[str, Tensor] | None

@@ -7,19 +7,18 @@ at each step, forwards and backwards. So what is built from a tensor is kept und
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import BoundProgram, Program, built_program
-from insum_nn.compiler.options import DEFAULT
+from insum_nn.compiler.api import BoundProgram, built_program
+from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import GroupCOO
 from insum_nn.formats.convert import uncompressed
-from insum_nn.ops.spmm import SPMM
 from insum_nn.structure.adjacency import Adjacency
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.graph_entries import Flow, GraphEntries, Loops, check_edge_index, edge_entries
@@ -66,17 +65,22 @@ class Grouped:
     Attributes:
         matrix: (n, n); its values are all 1.
         order: (p,) where each of its entries stands among the graph's; `None`: in the same order.
-        program: `C[Row[g],n] += Val[g,q] * B[Col[g,q],n]` with the facts of this matrix.
     """
 
     matrix: GroupCOO
     order: Tensor | None
-    program: Program
+    _bound: dict[Hashable, BoundProgram] = field(default_factory=dict[Hashable, BoundProgram])
 
-    @cached_property
-    def product(self) -> BoundProgram:
-        """The program with this matrix's index tensors bound; a call takes values in slots, and `B`."""
-        return self.program.bind({"Row": self.matrix.group_index, "Col": self.matrix.indices[0]})
+    def bound(self, expression: str, options: Options) -> BoundProgram:
+        """Return the program of a statement with this matrix's index tensors bound."""
+        # To hash options takes a while.
+        key = expression if options is DEFAULT else (expression, options)
+        found = self._bound.get(key)
+        if found is None:
+            index = {"Row": self.matrix.group_index, "Col": self.matrix.indices[0]}
+            found = built_program(expression, self.matrix.facts, options).bind(index)
+            self._bound[key] = found
+        return found
 
     def spread(self, values: Tensor) -> Tensor:
         """Return values of the graph's entries (p,) in slots (g, q)."""
@@ -185,7 +189,7 @@ class GraphMatrix:
             # Values are not read, and take no memory.
             values = row.new_ones(1, 1).expand(self.num_entries, 1)
             matrix = GroupCOO(shape, 0, row, (col[:, None],), values, facts)._guaranteed()  # pyright: ignore[reportPrivateUsage]
-        return Grouped(matrix, order, built_program(SPMM["GroupCOO along rows"], matrix.facts, DEFAULT))
+        return Grouped(matrix, order)
 
 
 # What is built from a tensor is kept for as long as it lives and its version stays.

@@ -9,16 +9,16 @@ edges and one of features.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import built_program, multilinear
+from insum_nn.compiler.api import BoundProgram, BoundSums, multilinear
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.ops.graph_matrix import GraphMatrix, Grouped
+from insum_nn.ops.graph_matrix import GraphMatrix
 from insum_nn.ops.spmm import SPMM
 
 __all__ = ["CARRY", "COMPARE", "OPERANDS", "fixed_order", "graph_compare", "graph_product"]
@@ -73,7 +73,8 @@ def graph_compare(graph: GraphMatrix, a: Tensor, b: Tensor, options: Options = D
     return multilinear(_Sums(graph, options), "Val", a, b)
 
 
-class _Sums(NamedTuple):
+@dataclass(slots=True)
+class _Sums(BoundSums):
     """The sums of a graph over its entries: for receivers, for senders, and one number per entry."""
 
     graph: GraphMatrix
@@ -81,30 +82,22 @@ class _Sums(NamedTuple):
 
     operands = OPERANDS
 
-    def eager(
-        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
-    ) -> Tensor:
-        graph, (a, b) = self.graph, operands
+    def call(
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
+    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...], Hashable]:
+        graph, options, (a, b) = self.graph, fixed_order(self.options), operands
         if requested == "Val":
-            if graph.num_entries > graph.num_nodes**2:
-                # torch's sampled product refuses a pattern with more entries than cells; there are few nodes then.
-                return (a[graph.entries.row] * b[graph.entries.col]).sum(-1)
-            return _compared(a, b, graph, self.options)
+            key = (a.shape, b.shape, a.dtype, b.dtype, a.device, b.device)
+            return graph.by_row.bound(COMPARE, options), operands, (graph.num_entries, 1), key
         transposed = requested == "X"
-        grouped, spread = graph.grouped(transposed), graph.spread(a, transposed)
-        options, shape = fixed_order(self.options), (graph.entries.num_nodes, b.shape[1])
-        if options is DEFAULT or options == DEFAULT:
-            # The rest of the call's sizes follows from the graph and the direction.
-            key = (b.shape, b.dtype, b.device, initial is None)
-            return grouped.product(spread, b, out_shape=shape, initial=initial, key=key)
-        return _carried(grouped, spread, b, initial, shape, options)
+        grouped = graph.grouped(transposed)
+        # The rest of the call's sizes follows from the graph and the direction.
+        key = (b.shape, b.dtype, b.device)
+        values, columns = (grouped.spread(a), None) if made is None else (graph.spread(a, transposed), b.shape[1])
+        return grouped.bound(CARRY, options), (values, b), (graph.num_nodes, columns), key
 
-    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
-        a, b = operands
-        if requested == "Val":
-            return _compared(a, b, self.graph, self.options)
-        grouped = self.graph.grouped(requested == "X")
-        return _carried(grouped, grouped.spread(a), b, initial, (self.graph.num_nodes, None), fixed_order(self.options))
+    def result(self, requested: str, written: Tensor) -> Tensor:
+        return written.squeeze(1) if requested == "Val" else written
 
 
 def fixed_order(options: Options) -> Options:
@@ -112,26 +105,3 @@ def fixed_order(options: Options) -> Options:
     if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
         return replace(options, deterministic=True)
     return options
-
-
-def _carried(
-    grouped: Grouped,
-    values: Tensor,
-    dense: Tensor,
-    initial: Tensor | None,
-    shape: tuple[int | None, ...],
-    options: Options,
-) -> Tensor:
-    matrix = grouped.matrix
-    named = {"Row": matrix.group_index, "Col": matrix.indices[0], "Val": values, "B": dense}
-    if initial is not None:
-        named["C"] = initial
-    return built_program(CARRY, matrix.facts, options)(tensors=named, out_shape=shape)
-
-
-def _compared(a: Tensor, b: Tensor, graph: GraphMatrix, options: Options) -> Tensor:
-    grouped = graph.by_row
-    matrix = grouped.matrix
-    named = {"Row": matrix.group_index, "Col": matrix.indices[0], "A": a, "B": b}
-    compare = built_program(COMPARE, matrix.facts, fixed_order(options))
-    return compare(tensors=named, out_shape=tuple(matrix.values.shape)).squeeze(1)

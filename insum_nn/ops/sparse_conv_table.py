@@ -15,7 +15,7 @@ The table holds every pair of any map: at one offset an output has at most one i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import (
     BoundProgram,
-    Program,
+    BoundSums,
     built_program,
     is_plain_eager,
     keep_bitmasks,
@@ -39,6 +39,8 @@ from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 __all__ = ["repeated_conv", "table_conv", "table_entries", "table_operands", "table_statement"]
 
 Kind = Literal["Out", "In", "W"]
+# A statement over a map, which takes the two of `_OPERANDS` in their order, and the shape of its output.
+_Call = tuple[BoundProgram, tuple[int | None, ...]]
 
 # For each result, the two tensors that are contracted.
 _OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
@@ -163,7 +165,7 @@ class _Kept(NamedTuple):
     checked: set[tuple[object, ...]]
 
 
-class _Conv:
+class _Conv(BoundSums):
     """The three sums of a convolution over one map."""
 
     __slots__ = ("groups", "kept", "kernel_map", "options")
@@ -178,44 +180,33 @@ class _Conv:
         else:
             self.kept = kept
 
-    def eager(
-        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
-    ) -> Tensor:
-        a, b = operands
+    def call(
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
+    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...], None]:
+        kind, (a, b) = cast("Kind", requested), operands
+        if made is None:
+            bound, shape = self._call(kind, "groups")
+            return bound, self._split(kind, a, b), shape, None
         # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
         if not a.is_contiguous():
             a = a.contiguous()
         if not b.is_contiguous():
             b = b.contiguous()
-        kind: Kind = requested  # type: ignore[assignment]
-        form: IndexForm = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
-        call = self._call(kind, form)
+        bound, shape = self._call(kind, "list" if kind == "W" and pairs_are_faster(a.dtype) else "table")
         if self.groups > 1:
-            a, b = self._split(kind, a, b)
-        elif kind != "W":
-            # The cells of the weight's kernel as one axis, as the statement reads them.
-            b = b.flatten(1, -2)
-        result = call.bound.run_plain((a, b), call.shape, initial)
-        return result if kind != "W" and self.groups == 1 else self._joined(kind, result)
+            return bound, self._split(kind, a, b), shape, None
+        # The cells of the weight's kernel as one axis, as the statement reads them.
+        return bound, (a, b if kind == "W" else b.flatten(1, -2)), shape, None
 
-    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
-        kind = cast("Kind", requested)
-        call = self._call(kind, "groups")
-        named = {**call.indices, **dict(zip(call.bound.names, self._split(kind, *operands), strict=True))}
-        if initial is not None:
-            named[call.program.statement.output.name] = initial
-        return self._joined(kind, call.program(tensors=named, out_shape=call.shape))
+    def result(self, requested: str, written: Tensor) -> Tensor:
+        if requested == "W":
+            return written.reshape(-1, *self.kernel_map.geometry.kernel_size, written.shape[-1])
+        return written if self.groups == 1 else written.flatten(1)
 
     def _split(self, kind: Kind, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """The operands as a statement reads them."""
         first, second = _OPERANDS[kind]
         return _split(first, a, self.kernel_map, self.groups), _split(second, b, self.kernel_map, self.groups)
-
-    def _joined(self, kind: Kind, result: Tensor) -> Tensor:
-        """A statement's result as callers have it."""
-        if kind == "W":
-            return result.reshape(-1, *self.kernel_map.geometry.kernel_size, result.shape[-1])
-        return result if self.groups == 1 else result.flatten(1)
 
     def _call(self, kind: Kind, form: IndexForm) -> _Call:
         calls = self.kept.calls
@@ -223,15 +214,6 @@ class _Conv:
         if call is None:
             call = calls[kind, form] = _call(kind, self.kernel_map, self.groups, self.options, form)
         return call
-
-
-class _Call(NamedTuple):
-    """A statement over a map; `bound` has the index tensors bound and takes the two of `_OPERANDS` in their order."""
-
-    program: Program
-    indices: Mapping[str, Tensor]
-    shape: tuple[int | None, ...]
-    bound: BoundProgram
 
 
 def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form: IndexForm) -> _Call:
@@ -251,8 +233,7 @@ def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form
             keep_bitmasks(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    contraction = built_program(_STATEMENTS[kind, groups > 1, form], _KNOWN[form], options)
-    return _Call(contraction, indices, shape, contraction.bind(indices))
+    return built_program(_STATEMENTS[kind, groups > 1, form], _KNOWN[form], options).bind(indices), shape
 
 
 def _split(kind: Kind, tensor: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:

@@ -14,7 +14,6 @@ from insum_nn.compiler.api import Program, built_program
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops import graph_matrix as matrices
-from insum_nn.ops import graph_product as products
 from insum_nn.ops.graph_conv import graph_conv
 from insum_nn.ops.graph_matrix import GraphMatrix, Recipe, clear_graphs, graph_matrix
 from insum_nn.ops.graph_product import graph_product
@@ -310,7 +309,7 @@ def test_nothing_remembered_serves_another_call():
 
 def test_products_of_a_graph_have_the_options_that_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
     made: list[Program] = []
-    monkeypatch.setattr(products, "built_program", lambda *a: made.append(built_program(*a)) or made[-1])
+    monkeypatch.setattr(matrices, "built_program", lambda *a: made.append(built_program(*a)) or made[-1])
     edges, x = skewed_graph(5, 9), torch.randn(5, 2)
     chosen = [Options(deterministic=True), Options(order="left"), Options(order="left", validate=True)]
     for options in chosen * 2:

@@ -65,7 +65,7 @@ def ran(monkeypatch):
 
     def watch(*given):
         call = inner(*given)
-        statements.append(call.program.expression)
+        statements.append(call[0].program.expression)
         return call
 
     monkeypatch.setattr(statement_choice, "_everywhere", True)

@@ -129,6 +129,19 @@ class BoundProgram:
                 return result
         return self(*others, out_shape=out_shape, initial=initial, plain=True)
 
+    def named(self, others: Sequence[Tensor], initial: Tensor | None) -> dict[str, Tensor]:
+        """Return the tensors of a call by name: of the program's own call, which follows every mode."""
+        ordered = list(self._template)
+        for place, tensor in zip(self._places, others, strict=True):
+            ordered[place] = tensor
+        return self._named(ordered, initial)
+
+    def _named(self, ordered: Sequence[Tensor], initial: Tensor | None) -> dict[str, Tensor]:
+        named = dict(zip(self._spec.layout.tensors, ordered, strict=True))
+        if initial is not None:
+            named[self._spec.statement.output.name] = initial
+        return named
+
     def _own(self, ready: Ready) -> Ready:
         """The same, with no look at the tensors that are bound here."""
         return replace(ready, read=tuple([each for each in ready.read if each[0] in self._places]))
@@ -137,9 +150,7 @@ class BoundProgram:
         self, ordered: Sequence[Tensor], out_shape: Shape, initial: Tensor | None, key: Hashable | None
     ) -> Tensor:
         """A call that is not remembered here."""
-        named = dict(zip(self._spec.layout.tensors, ordered, strict=True))
-        if initial is not None:
-            named[self._spec.statement.output.name] = initial
+        named = self._named(ordered, initial)
         # The program may know the call from tensors of others: each structure has a `BoundProgram` of its own.
         checked = None if key is None else self.program.checked_call(named, out_shape)
         if key is None or checked is None:

@@ -7,6 +7,7 @@ kept (a transposed order, an inverse map) lets each of them write its result by 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import compress
 from typing import Any, Protocol
@@ -16,11 +17,20 @@ from torch import Tensor
 
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
+from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.modes import is_plain_eager, plain_apply, without_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
-__all__ = ["JointSums", "Multilinear", "joint_gradients", "multilinear", "multilinear_jointly", "multilinear_traced"]
+__all__ = [
+    "BoundSums",
+    "JointSums",
+    "Multilinear",
+    "joint_gradients",
+    "multilinear",
+    "multilinear_jointly",
+    "multilinear_traced",
+]
 
 
 class Multilinear(Protocol):
@@ -43,6 +53,46 @@ class Multilinear(Protocol):
     def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         """Compute it by programs, which follow every active mode and have derivatives of their own."""
         ...
+
+
+class BoundSums(ABC):
+    """A `Multilinear` of statements with their index tensors bound: a class says which, and what they read."""
+
+    @abstractmethod
+    def call(
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
+    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[Any, ...], Hashable | None]:
+        """Return the statement that computes a tensor, what it reads by position, its output's shape, and a key.
+
+        `made` is as for `eager`, and `None` where a mode is active. The key decides shapes, dtypes and devices of what
+        is read; `None`: the call looks at these itself.
+        """
+
+    def result(self, requested: str, written: Tensor) -> Tensor:
+        """Return the tensor of that name from what its statement wrote."""
+        return written
+
+    def eager(
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
+    ) -> Tensor:
+        """Compute a tensor, as `Multilinear` says."""
+        bound, read, shape, key = self.call(requested, operands, made)
+        initial = _in_axes(initial, shape)
+        if key is None:
+            return self.result(requested, bound.run_plain(read, shape, initial))
+        written = bound(*read, out_shape=shape, initial=initial, key=(key, initial is None))
+        return self.result(requested, written)
+
+    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
+        """Compute a tensor under any mode, as `Multilinear` says."""
+        bound, read, shape, _ = self.call(requested, operands, None)
+        named = bound.named(read, _in_axes(initial, shape))
+        return self.result(requested, bound.program(tensors=named, out_shape=shape))
+
+
+def _in_axes(initial: Tensor | None, shape: tuple[Any, ...]) -> Tensor | None:
+    """Cut an initial value of every row (n,) into the other axes of a statement's output."""
+    return initial if initial is None or initial.ndim == len(shape) - 1 else initial.reshape(shape[1:])
 
 
 def multilinear(
