@@ -82,7 +82,7 @@ def busy(rows: Sequence[Row], device: str) -> str:
             if row.case == f"network/network={network}/what=step" and row.gpu == device and record is not None:
                 if record["ms"] is not None and record["busy"] is not None:
                     parts.append(f"{100 * record['busy']['ms'] / record['ms']['p50']:.0f} % of the step of {name}")
-    return _wrapped(f"**Most of a step is CPU time.** On an {_short(device)} the GPU works for {_joined(parts)}.")
+    return _wrapped(f"**GPU time and CPU time.** On an {_short(device)} the GPU works for {_joined(parts)}.")
 
 
 def peer_models(rows: Sequence[Row], device: str) -> str:
@@ -150,7 +150,9 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 124, break_long_words=False, break_on_hyphens=False)
+    # A line does not end between a number and its percent sign.
+    lines = textwrap.fill(text.replace(" %", "_%"), 124, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("_%", " %")
 
 
 def selection(found: Sequence[Compared]) -> str:
