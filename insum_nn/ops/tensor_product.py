@@ -304,44 +304,28 @@ _SCHEMA = (
 torch.library.define("insum_nn::tensor_product", _SCHEMA)
 
 
-@torch.library.impl("insum_nn::tensor_product", "CompositeImplicitAutograd")
-def _composite(spec: str, role: str, *operands: Any) -> Tensor:
+def _sums_of(spec: str, role: str, *operands: Any) -> tuple[_Sums, dict[str, Tensor]]:
+    """Return the sums of an operator's arguments, and the tensors that the role is computed from."""
     *given, receivers, senders, num_x, num_z = operands
     sums = _Sums(spec, receivers, senders, *_counted(given[0], num_x, num_z))
-    return sums.in_modes(role, dict(zip(others(role), given, strict=True)))
+    return sums, dict(zip(others(role), given, strict=True))
 
 
-@torch.library.custom_op("insum_nn::tensor_product_call", mutates_args=())
-def _operator(
-    spec: str,
-    role: str,
-    first: Tensor,
-    second: Tensor,
-    third: Tensor,
-    receivers: Tensor | None,
-    senders: Tensor | None,
-    num_x: int,
-    num_z: int,
-) -> Tensor:
-    operands = dict(zip(others(role), (first, second, third), strict=True))
-    return _Sums(spec, receivers, senders, *_counted(first, num_x, num_z)).run(role, operands)[role]
+@torch.library.impl("insum_nn::tensor_product", "CompositeImplicitAutograd")
+def _composite(spec: str, role: str, *operands: Any) -> Tensor:
+    sums, given = _sums_of(spec, role, *operands)
+    return sums.in_modes(role, given)
+
+
+@torch.library.custom_op("insum_nn::tensor_product_call", mutates_args=(), schema=_SCHEMA)
+def _operator(spec: str, role: str, *operands: Any) -> Tensor:
+    sums, given = _sums_of(spec, role, *operands)
+    return sums.run(role, given)[role]
 
 
 @_operator.register_fake
-def _fake(
-    spec: str,
-    role: str,
-    first: Tensor,
-    second: Tensor,
-    third: Tensor,
-    receivers: Tensor | None,
-    senders: Tensor | None,
-    num_x: int,
-    num_z: int,
-) -> Tensor:
-    layout = layout_of(spec)
-    num_x, num_z = _counted(first, num_x, num_z)
-    rows = {"x": num_x, "z": num_z}.get(role, num_x if senders is None else senders.shape[0])
+def _fake(spec: str, role: str, first: Tensor, *rest: Any) -> Tensor:
+    layout, rows = layout_of(spec), _sums_of(spec, role, first, *rest)[0].rows[role]
     if role == "w":
         batch = () if layout.spec.shared else (rows,)
         return first.new_empty(*batch, layout.spec.weight_numel)
@@ -349,9 +333,9 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    spec, role, first, second, third, receivers, senders, num_x, num_z = inputs
-    ctx.constants = (spec, role, *_counted(first, num_x, num_z))
-    ctx.save_for_backward(first, second, third, receivers, senders)
+    spec, role, *tensors, num_x, num_z = inputs
+    ctx.constants = (spec, role, *_counted(tensors[0], num_x, num_z))
+    ctx.save_for_backward(*tensors)
 
 
 @for_each_vector
