@@ -13,9 +13,8 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
-from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.layers.voxel.conv_base import Activation, apply_activation
-from insum_nn.ops.statements import run
+from insum_nn.ops.sparse_pairs import pair_conv, pair_max, pair_sum
 
 __all__ = [
     "implicit_gemm",
@@ -31,14 +30,6 @@ __all__ = [
     "indice_maxpool_implicit_gemm_backward",
 ]
 
-_CONV = "Out[OutIdx[o,q],d] += In[InIdx[o,q],c] * W[o,c,d]"
-_CONV_BY_NEIGHBOURS = "Out[i,d] += In[Near[k,i],c] * W[d,k,c]"
-_MAX_POOL = "Out[OutIdx[o,q],c] max= In[InIdx[o,q],c]"
-_MAX_POOL_BY_NEIGHBOURS = "Out[i,c] max= In[Near[k,i],c]"
-_SUM = "Out[OutIdx[o,q],c] += In[InIdx[o,q],c]"
-_SUM_BY_NEIGHBOURS = "Out[i,c] += In[Near[k,i],c]"
-# A caller may pass any table, so that its values are proven by the call.
-_FACTS = NamedFacts(dict.fromkeys(("InIdx", "OutIdx", "Near"), IndexFacts(masked=True)))
 # Rows of a tile whose masks are joined; spconv's is its kernel's.
 _MASK_WIDTH = 32
 
@@ -84,19 +75,17 @@ def indice_conv(
         InsumShapeError: filters and table have different numbers of offsets.
         InsumRangeError: a row points outside.
     """
-    weight = _by_offset(filters)
-    if indice_pairs.ndim != 3 or tuple(indice_pairs.shape[:2]) != (2, weight.shape[0]):
+    weight = filters.flatten(1, -2)
+    if indice_pairs.ndim != 3 or tuple(indice_pairs.shape[:2]) != (2, weight.shape[1]):
         raise InsumShapeError(
             f"indice_conv: 'indice_pairs' has shape {tuple(indice_pairs.shape)}",
-            details=[f"expected (2, {weight.shape[0]}, pairs) for filters {tuple(filters.shape)}"],
+            details=[f"expected (2, {weight.shape[1]}, pairs) for filters {tuple(filters.shape)}"],
             fix="pass the table that get_indice_pairs made for this kernel size.",
             argument="indice_pairs",
-            expected=weight.shape[0],
+            expected=weight.shape[1],
             got=tuple(indice_pairs.shape),
         )
-    source, target = indice_pairs.flip(0).unbind(0) if inverse else indice_pairs.unbind(0)
-    named = {"In": features, "W": weight, "InIdx": source, "OutIdx": target}
-    out = run(_CONV, _FACTS, named, DEFAULT, (num_activate_out, None))
+    out = pair_conv(features, weight, _lists(indice_pairs, inverse=inverse), num_activate_out)
     return apply_activation(out if bias is None else out + bias, act_type, act_alpha)
 
 
@@ -194,8 +183,7 @@ def implicit_gemm(
             got=tuple(pair_fwd.shape),
         )
     options = Options(accumulate="storage") if fp32_accum is False else DEFAULT
-    named = {"In": features, "W": weight, "Near": pair_fwd}
-    out = run(_CONV_BY_NEIGHBOURS, _FACTS, named, options, (num_activate_out, None))
+    out = pair_conv(features, weight, {"Near": pair_fwd}, num_activate_out, options=options)
     out = apply_activation(out if bias is None else out + bias, act_type, act_alpha)
     joined = torch.stack([_joined(mask) for mask in pair_mask_fwd_splits]) if is_train else None
     return out if output_dtype is None else out.to(output_dtype), joined, _MASK_WIDTH
@@ -244,8 +232,7 @@ def indice_maxpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tens
     Returns:
         `Out`, (m, C).
     """
-    named = {"In": features, "InIdx": indice_pairs[0], "OutIdx": indice_pairs[1]}
-    return run(_MAX_POOL, _FACTS, named, DEFAULT, (num_activate_out, None)).clamp(min=0)
+    return pair_max(features, _lists(indice_pairs), num_activate_out).clamp(min=0)
 
 
 def indice_maxpool_backward(
@@ -263,8 +250,7 @@ def indice_maxpool_implicit_gemm(features: Tensor, indice_pairs: Tensor, num_act
 
     Out[i,c] max= In[Near[k,i],c]
     """
-    named = {"In": features, "Near": indice_pairs}
-    return run(_MAX_POOL_BY_NEIGHBOURS, _FACTS, named, DEFAULT, (num_activate_out, None)).clamp(min=0)
+    return pair_max(features, {"Near": indice_pairs}, num_activate_out).clamp(min=0)
 
 
 def indice_maxpool_implicit_gemm_backward(
@@ -290,8 +276,7 @@ def indice_avgpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tens
     Returns:
         (m, C): `Out` over the number of inputs.
     """
-    named = {"In": features, "InIdx": indice_pairs[0], "OutIdx": indice_pairs[1]}
-    total = run(_SUM, _FACTS, named, DEFAULT, (num_activate_out, None))
+    total = pair_sum(features, _lists(indice_pairs), num_activate_out)
     used = (indice_pairs >= 0).all(0)
     return _over(total, torch.bincount(indice_pairs[1][used], minlength=num_activate_out))
 
@@ -306,8 +291,7 @@ def indice_avgpool_implicit_gemm(
     Returns:
         (m, C), and with `calc_count` the number of inputs of each output, (m,) int32, else an empty tensor.
     """
-    named = {"In": features, "Near": indice_pairs}
-    total = run(_SUM_BY_NEIGHBOURS, _FACTS, named, DEFAULT, (num_activate_out, None))
+    total = pair_sum(features, {"Near": indice_pairs}, num_activate_out)
     counts = (indice_pairs >= 0).sum(0)
     return _over(total, counts), counts.int() if calc_count else torch.empty(0, device=features.device)
 
@@ -317,14 +301,13 @@ def indice_avgpool_implicit_gemm_backward(out_bp: Tensor, indice_pairs: Tensor, 
 
     That of a mean; spconv 2.3.8 multiplies by the count where it should divide.
     """
-    share = _over(out_bp, count_out)
-    named = {"In": share, "Near": indice_pairs}
-    return run(_SUM_BY_NEIGHBOURS, _FACTS, named, DEFAULT, (indice_pairs.shape[1], None))
+    return pair_sum(_over(out_bp, count_out), {"Near": indice_pairs}, indice_pairs.shape[1])
 
 
-def _by_offset(filters: Tensor) -> Tensor:
-    """Return (o, I, O)."""
-    return filters.flatten(1, -2).permute(1, 2, 0).contiguous()
+def _lists(indice_pairs: Tensor, *, inverse: bool = False) -> dict[str, Tensor]:
+    """Return (2, o, q) as the lists of inputs and outputs, or the other way around."""
+    source, target = indice_pairs.flip(0).unbind(0) if inverse else indice_pairs.unbind(0)
+    return {"InIdx": source, "OutIdx": target}
 
 
 def _over(total: Tensor, counts: Tensor) -> Tensor:
