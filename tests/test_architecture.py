@@ -31,7 +31,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Maps are integers, which no statement computes: their kernels are launched as generated ones are.
     "structure": {"dtypes", "errors", "facts", "tiles", "compiler.kernels.written"},
     "ops": {"dtypes", "errors", "facts", "tensor_cache", "compiler.api", "compiler.options", "formats", "structure"},
-    "layers": {"dtypes", "errors", "facts", "tensor_cache", "compiler.options", "ops", "formats", "structure"},
+    "layers": {
+        "dtypes",
+        "errors",
+        "facts",
+        "tensor_cache",
+        "compiler.api",
+        "compiler.options",
+        "ops",
+        "formats",
+        "structure",
+    },
     "models": {"errors", "layers"},
     "datasets": {"errors"},
     "testing": {"dtypes", "errors", "facts", "compiler", "formats", "structure", "ops", "layers", "models"},

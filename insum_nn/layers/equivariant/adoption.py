@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.api import call_step, keep_inner, silu
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.statement_layer import StatementLayer
-from insum_nn.ops.gradients import call_step, keep_inner, silu
 from insum_nn.ops.statements import in_a_graph
 from insum_nn.ops.tensor_product import TensorProductSpec, expressions
 

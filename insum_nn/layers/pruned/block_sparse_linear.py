@@ -48,8 +48,6 @@ class BlockSparseLinear(PrunedModule):
     (torch.Size([2, 7, 64]), torch.Size([3, 32, 32]))
     """
 
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         in_features: int,
@@ -96,12 +94,8 @@ class BlockSparseLinear(PrunedModule):
                 got=block_shape,
             )
         self.block_shape = (_extent("block_shape", shape[0], 1), _extent("block_shape", shape[1], 1))
-        self._store(self._choose_mask(mask, density), device, self.block_shape, dtype)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        outputs = out_features if bias else None
+        self._store(self._choose_mask(mask, density), self.block_shape, outputs, device, dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -193,15 +187,7 @@ class BlockSparseLinear(PrunedModule):
             dtype=weight.dtype,
             options=options,
         )
-        with torch.no_grad():
-            if not weight.is_meta:
-                kept = BlockCOO.from_dense(weight, block_shape=layer.block_shape, mask=layer.mask)
-                layer.weight.copy_(kept.values)
-            layer.weight.requires_grad_(linear.weight.requires_grad)
-            if layer.bias is not None:
-                layer.bias.copy_(linear.bias)
-                layer.bias.requires_grad_(linear.bias.requires_grad)
-        return layer.train(linear.training)
+        return layer._take_over(linear)
 
     # Structure.
 
@@ -253,6 +239,9 @@ class BlockSparseLinear(PrunedModule):
         groups = self._groups(row, col, cast("tuple[int, int]", self.grid_shape), size)
         slot = torch.where(groups.col >= 0, groups.values, -1).to(groups.col.dtype)
         return {"Row": groups.row, "Col": groups.col, "Slot": slot}
+
+    def _stored_of(self, dense: Tensor) -> Tensor:
+        return BlockCOO.from_dense(dense, block_shape=self.block_shape, mask=self.mask).values
 
     def _grid_mask(self, mask: Tensor) -> Tensor | None:
         if tuple(mask.shape) != self.dense_extents:

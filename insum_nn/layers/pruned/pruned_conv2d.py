@@ -51,8 +51,6 @@ class PrunedConv2d(PrunedModule):
     (torch.Size([2, 8, 9, 7]), torch.Size([72]))
     """
 
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         in_channels: int,
@@ -105,12 +103,7 @@ class PrunedConv2d(PrunedModule):
         self.padding: Pair | str = padding if isinstance(padding, str) else _pair("padding", padding, 0)
         self.padding_mode = padding_mode
         self._check()
-        self._store(self._choose_mask(mask, density), device, (), dtype)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        self._store(self._choose_mask(mask, density), (), out_channels if bias else None, device, dtype)
 
     def _check(self) -> None:
         channels = (self.in_channels, self.out_channels)
@@ -209,14 +202,7 @@ class PrunedConv2d(PrunedModule):
             group_size=group_size,
             options=options,
         )
-        with torch.no_grad():
-            if not weight.is_meta:
-                layer.weight.copy_(weight.reshape(-1)[layer.position])
-            layer.weight.requires_grad_(conv.weight.requires_grad)
-            if layer.bias is not None and conv.bias is not None:
-                layer.bias.copy_(conv.bias)
-                layer.bias.requires_grad_(conv.bias.requires_grad)
-        return layer.train(conv.training)
+        return layer._take_over(conv)
 
     # Structure.
 
@@ -229,6 +215,9 @@ class PrunedConv2d(PrunedModule):
     def dense_extents(self) -> tuple[int, ...]:
         """The grid's places are single weights, so this is `grid_shape`."""
         return self.grid_shape
+
+    def _stored_of(self, dense: Tensor) -> Tensor:
+        return dense.reshape(-1)[self.position]
 
     def to_dense(self) -> Tensor:
         """Return the dense filters, (out_channels, in_channels / groups, rows, columns); differentiable."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
     Attributes:
         weight: (p, ..) stored cells in ascending order of their place.
+        bias: one number per output, or `None`.
         position: (p,) int64, the place of each cell in the flattened grid.
         dense_shape: extents of the dense weight, kept in the state so that a state of another shape is refused.
         group_size: cells of a row that one group holds, or `"auto"`.
@@ -36,6 +37,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     position: Tensor
     dense_shape: Tensor
 
@@ -59,6 +61,14 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
     def to_dense(self) -> Tensor:
         """Return the dense weight; differentiable."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters again."""
+        raise NotImplementedError
+
+    def _stored_of(self, dense: Tensor) -> Tensor:
+        """Return the stored cells of a dense weight."""
         raise NotImplementedError
 
     def _make_index(self) -> dict[str, Tensor]:
@@ -151,8 +161,15 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             return random_mask(self.grid_shape, density)
         return torch.ones(self.grid_shape, dtype=torch.bool)
 
-    def _store(self, mask: Tensor, device: torch.device | str | None, cell: tuple[int, ...], dtype: Any) -> None:
-        """Make parameter and buffers for a mask on the CPU."""
+    def _store(
+        self,
+        mask: Tensor,
+        cell: tuple[int, ...],
+        outputs: int | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Make parameters and buffers for a mask on the CPU; without `outputs` there is no bias."""
         position = mask.reshape(-1).nonzero().squeeze(1)
         self.register_buffer("position", position)
         self.register_buffer("dense_shape", torch.tensor(self.dense_extents))
@@ -161,6 +178,22 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         for name in ("position", "dense_shape", *self._index_names):
             setattr(self, name, getattr(self, name).to(target))
         self.weight = nn.Parameter(torch.empty(position.shape[0], *cell, device=target, dtype=dtype))
+        if outputs is None:
+            self.register_parameter("bias", None)
+        else:
+            self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def _take_over(self, layer: nn.Linear | nn.Conv2d) -> Self:
+        """Copy parameters and modes of a dense layer; return this one."""
+        if not layer.weight.is_meta:
+            self.weight.copy_(self._stored_of(layer.weight))
+        self.weight.requires_grad_(layer.weight.requires_grad)
+        if self.bias is not None and layer.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - see Linear
+            self.bias.copy_(layer.bias)
+            self.bias.requires_grad_(layer.bias.requires_grad)
+        return self.train(layer.training)
 
     def _build_index(self) -> None:
         """Replace the buffers that follow from `position`."""

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.layers.voxel.base import VOXEL_COUNT, IntOrInts, StatementModule
-from insum_nn.layers.voxel.conv_base import Activation, SparseConvolutionBase, activation_name
+from insum_nn.layers.voxel.conv_base import SparseConvolutionBase, activation_name
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import map_program, sparse_conv_call, sparse_conv_expression
 from insum_nn.structure.conv_weights import export_weight, import_weight
@@ -73,77 +72,18 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
 
     _version: int = _VERSION  # type: ignore[assignment]
 
-    def __init__(
-        self,
-        ndim: int,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: IntOrInts = 3,
-        stride: IntOrInts = 1,
-        padding: IntOrInts = 0,
-        dilation: IntOrInts = 1,
-        groups: int = 1,
-        bias: bool = True,
-        subm: bool = False,
-        output_padding: IntOrInts = 0,
-        transposed: bool = False,
-        inverse: bool = False,
-        indice_key: str | None = None,
-        algo: object = None,
-        fp32_accum: bool | None = None,
-        record_voxel_count: bool = False,
-        act_type: object = Activation.None_,
-        act_alpha: float = 0,
-        act_beta: float = 0,
-        large_kernel_fast_algo: bool = False,
-        name: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        anchor: IntOrInts | None = None,
-        options: Options = DEFAULT,
+    def _make_parameters(
+        self, bias: bool, name: str | None, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Make the parameters.
-
-        Args:
-            ndim: spatial dimensions.
-            in_channels: channels read.
-            out_channels: channels written.
-            kernel_size: kernel cells along each axis.
-            stride: step of the kernel. Not read by submanifold layers, which keep their voxels.
-            padding: cells added around the grid. Not read by submanifold layers, whose kernel is centred.
-            dilation: step between kernel cells.
-            groups: groups of channels.
-            bias: add a learned constant.
-            subm: outputs are the inputs' voxels.
-            output_padding: added to the output shape of a transposed convolution.
-            transposed: the transposed convolution.
-            inverse: back to the voxels of the layer that stored `indice_key`.
-            indice_key: name under which the map is stored in, or taken from, the tensor.
-            algo: not read: the compiler chooses. So is `large_kernel_fast_algo`.
-            fp32_accum: `False` sums fp16 and bf16 in their own precision; else in float32.
-            record_voxel_count: keep the largest number of output voxels in a buffer.
-            act_type: applied to the result, one of `Activation`, or spconv's kernel library's value of that name.
-            act_alpha: the slope of `Activation.LeakyReLU`.
-            act_beta: not read: no activation has it.
-            large_kernel_fast_algo: not read.
-            name: kept for callers that label layers.
-            device: of the parameters.
-            dtype: of the parameters.
-            anchor: kernel cell that lies on the voxel in a submanifold layer; default `kernel_size // 2`.
-            options: compile options.
-        """
-        named = {key: value for key, value in _arguments(locals()).items() if key not in ("name", "device", "dtype")}
         StatementModule.__init__(self, name=name)
-        SparseConvolutionBase.__init__(self, **named)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(self.weight_shape, **factory))
         self._weight_version = _VERSION
         if bias:
-            self.bias: nn.Parameter | None = nn.Parameter(torch.empty(out_channels, **factory))
+            self.bias: nn.Parameter | None = nn.Parameter(torch.empty(self.out_channels, **factory))
         else:
             self.register_parameter("bias", None)
-        if record_voxel_count and not subm and not inverse:
+        if self.record_voxel_count and not self.subm and not self.inverse:
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32, device=device))
             self.register_load_state_dict_pre_hook(_add_missing_count)
         self.reset_parameters()
@@ -164,14 +104,7 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
         return self.weight if layout == "spconv" else import_weight(self.weight, layout, self.kernel_size)
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any, **named: Any
     ) -> None:
         key = prefix + "weight"
         given = state_dict.get(key)
@@ -182,8 +115,7 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
         ):
             # The caller's dictionary is left as it is.
             state_dict = {**state_dict, key: export_weight(given, self.weight_layout)}
-        rest = (strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

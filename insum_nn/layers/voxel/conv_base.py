@@ -116,11 +116,44 @@ class SparseConvolutionBase:
         act_alpha: float = 0,
         act_beta: float = 0,
         large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         anchor: IntOrInts | None = None,
         options: Options = DEFAULT,
     ) -> None:
-        """Store the arguments; see `SparseConvolution`."""
+        """Store the arguments, and make the parameters of a layer that holds them.
+
+        Args:
+            ndim: spatial dimensions.
+            in_channels: channels read.
+            out_channels: channels written.
+            kernel_size: kernel cells along each axis.
+            stride: step of the kernel. Not read by submanifold layers, which keep their voxels.
+            padding: cells added around the grid. Not read by submanifold layers, whose kernel is centred.
+            dilation: step between kernel cells.
+            groups: groups of channels.
+            bias: add a learned constant.
+            subm: outputs are the inputs' voxels.
+            output_padding: added to the output shape of a transposed convolution.
+            transposed: the transposed convolution.
+            inverse: back to the voxels of the layer that stored `indice_key`.
+            indice_key: name under which the map is stored in, or taken from, the tensor.
+            algo: not read: the compiler chooses. So is `large_kernel_fast_algo`.
+            fp32_accum: `False` sums fp16 and bf16 in their own precision; else in float32.
+            record_voxel_count: keep the largest number of output voxels in a buffer.
+            act_type: applied to the result, one of `Activation`, or spconv's kernel library's value of that name.
+            act_alpha: the slope of `Activation.LeakyReLU`.
+            act_beta: not read: no activation has it.
+            large_kernel_fast_algo: not read.
+            name: kept for callers that label layers; not read by modules that make their weight themselves, as are
+                `device` and `dtype`.
+            device: of the parameters.
+            dtype: of the parameters.
+            anchor: kernel cell that lies on the voxel in a submanifold layer; default `kernel_size // 2`.
+            options: compile options.
+        """
         owner = type(self).__name__
         self.ndim = ndim
         self.in_channels = in_channels
@@ -148,6 +181,12 @@ class SparseConvolutionBase:
         self.geometry = self._make_geometry(owner, anchor)
         self.conv1x1 = self.geometry.is_pointwise and not inverse
         self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
+        self._make_parameters(bias, name, device, dtype)
+
+    def _make_parameters(
+        self, bias: bool, name: str | None, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Make the parameters of a layer that holds them; this class holds none."""
 
     def _make_geometry(self, owner: str, anchor: IntOrInts | None) -> Geometry:
         cells = [k // 2 for k in self.kernel_size]
