@@ -86,19 +86,28 @@ def busy(rows: Sequence[Row], device: str) -> str:
 
 
 def peer_models(rows: Sequence[Row], device: str) -> str:
-    """Compare steps of other packages' models with our layers and with the fastest other ones."""
+    """Compare steps of other packages' models with our layers and with the fastest other ones, in the same mode."""
     parts: list[str] = []
     for row in rows:
-        if row.family != "peer_models" or row.gpu != device or row.ours is None or row.baseline is None:
+        if row.family != "peer_models" or row.gpu != device:
             continue
-        mine, other = row.group[row.ours[0]], row.group[row.baseline[0]]
-        text = f"a step of `{row.case.partition('model=')[2]}` takes {row.ours[1] / row.baseline[1]:.2f} of the time"
-        if mine["busy"] is not None and other["busy"] is not None:
-            launches = mine["busy"]["launches"] / other["busy"]["launches"]
-            text += (
-                f", {launches:.2f} of the launches and {mine['busy']['ms'] / other['busy']['ms']:.2f} of the GPU's time"
-            )
-        parts.append(f"{text} that it takes with {baseline_name(row.baseline[0])}")
+        for mode, said in (("", ""), ("/compiled", ", compiled,")):
+            timed = {
+                name: record["ms"]["p50"]
+                for name, record in row.group.items()
+                if record["ms"] is not None and name.endswith("/compiled") == bool(mode)
+            }
+            ours = timed.pop(f"insum_nn{mode}", None)
+            if ours is None or not timed:
+                continue
+            best = min(timed, key=lambda name: timed[name])
+            mine, other = row.group[f"insum_nn{mode}"], row.group[best]
+            text = f"a step of `{row.case.partition('model=')[2]}`{said} takes {ours / timed[best]:.2f} of the time"
+            if mine["busy"] is not None and other["busy"] is not None:
+                launches = mine["busy"]["launches"] / other["busy"]["launches"]
+                share = mine["busy"]["ms"] / other["busy"]["ms"]
+                text += f", {launches:.2f} of the launches and {share:.2f} of the GPU's time"
+            parts.append(f"{text} that it takes with {baseline_name(best)}")
     if not parts:
         return "No model was measured with our layers and with others."
     return _wrapped(f"With ours, {'; '.join(parts)}.")
