@@ -91,7 +91,7 @@ def peer_models(rows: Sequence[Row], device: str) -> str:
     for row in rows:
         if row.family != "peer_models" or row.gpu != device:
             continue
-        for mode, said in (("", ""), ("/compiled", ", compiled,")):
+        for mode in ("", "/compiled"):
             timed = {
                 name: record["ms"]["p50"]
                 for name, record in row.group.items()
@@ -102,7 +102,7 @@ def peer_models(rows: Sequence[Row], device: str) -> str:
                 continue
             best = min(timed, key=lambda name: timed[name])
             mine, other = row.group[f"insum_nn{mode}"], row.group[best]
-            text = f"a step of `{row.case.partition('model=')[2]}`{said} takes {ours / timed[best]:.2f} of the time"
+            text = f"a step of `{row.case.partition('model=')[2]}` takes {ours / timed[best]:.2f} of the time"
             if mine["busy"] is not None and other["busy"] is not None:
                 launches = mine["busy"]["launches"] / other["busy"]["launches"]
                 share = mine["busy"]["ms"] / other["busy"]["ms"]

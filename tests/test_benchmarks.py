@@ -951,7 +951,7 @@ def test_sentences_hold_the_numbers_of_the_records():
     entries += [measured(model, "insum_nn/compiled", 300.0), measured(model, "oeq/compiled", 200.0)]
     text = sentences.peer_models(report.rows(entries), "NVIDIA H200").replace("\n", " ")
     assert "takes 0.75 of the time" in text
-    assert "a step of `nequip`, compiled, takes 1.50 of the time that it takes with OpenEquivariance." in text
+    assert "a step of `nequip` takes 1.50 of the time that it takes with OpenEquivariance, compiled." in text
     assert "No model" in sentences.peer_models(report.rows([entries[1], entries[3]]), "NVIDIA H200")
     entries = [
         measured(f"host/call=program/autograd={word}", name, time)
