@@ -106,7 +106,13 @@ class TensorCache(Generic[Built]):
 
     def find(self, tensors: Sequence[Tensor], key: Hashable = None) -> Built | None:
         """What was built of these tensors, if it is kept."""
-        found = self._known.get(_identity(tensors, key))
+        # `_identity`, written out: operators come here at every call.
+        whole: tuple[Hashable, ...] = (key,)
+        for tensor in tensors:
+            if tensor.is_inference():
+                return None
+            whole = (*whole, id(tensor), tensor._version)
+        found = self._known.get(whole)
         if found is None:
             return None
         refs, built = found
@@ -143,8 +149,7 @@ class TensorCache(Generic[Built]):
 
 def _identity(tensors: Sequence[Tensor], key: Hashable) -> Hashable | None:
     """A key of tensors at their versions; `None` where one of them has none."""
-    # A loop rather than a generator: layers ask at every call.
-    whole = (key,)
+    whole: tuple[Hashable, ...] = (key,)
     for tensor in tensors:
         if tensor.is_inference():
             return None

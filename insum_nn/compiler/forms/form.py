@@ -236,11 +236,17 @@ class Form:
             output: the output's shape.
             longest: entries of its longest row.
         """
-        places = self.places
-        entries = math.prod([indices[places[x]] for x in self.entries])
-        terms = math.prod([indices[places[x]] for x in self.reduce])
+        # No function for each index: calls at new sizes come here.
+        of_entries, of_terms = self._length_places
+        entries = math.prod(map(indices.__getitem__, of_entries))
+        terms = math.prod(map(indices.__getitem__, of_terms))
         even = entries > 0 and longest * output[self.row_axis] <= _EVEN * entries
         return even, (longest * max(1, terms)).bit_length()
+
+    @cached_property
+    def _length_places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The positions, among the extents of a call, of the indices of entries, and of those summed for each."""
+        return tuple(self.places[x] for x in self.entries), tuple(self.places[x] for x in self.reduce)
 
     @cached_property
     def _direct(self) -> frozenset[tuple[str, int, str]]:

@@ -14,24 +14,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Access, Index, Statement
-from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, read_again
-from insum_nn.compiler.runtime.batched_gradients import for_each_tangent, for_each_vector
+from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, kept_tensors
+from insum_nn.compiler.runtime.batched_gradients import each_vector, for_each_tangent
 from insum_nn.compiler.runtime.composite.intermediates import intermediates
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, run_spec, value_dtype
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, broadcast, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
-from insum_nn.compiler.runtime.modes import has_active_modes, is_plain_eager, is_traced, is_transformed, plain_apply
+from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed, plain_apply
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.tracing.inline import inline, inlines
+from insum_nn.compiler.runtime.unsized_call import UnsizedCall
 from insum_nn.facts import IndexFacts
 
-__all__ = ["apply"]
+__all__ = ["apply", "apply_plain"]
 
 
 # The registered operator.
@@ -76,7 +78,7 @@ def _gradients(
 
 
 def _shown(step: Step, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
-    return apply(step.spec, step.read(pool), total, step.extents)
+    return apply(step.derived.spec, step.read(pool), total, step.extents)
 
 
 def _shares_of(
@@ -142,7 +144,13 @@ class _Function(torch.autograd.Function):
             cold.call = _Function, ctx, call, initial, *tensors
             outer, intermediates.collected = intermediates.collected, made
             try:
-                result = call.run(tensors, initial)
+                ready = None if call.checked is None else call.checked.ready
+                found = None
+                if call.unsized is not None:
+                    found = call.unsized.run(tensors, initial, call.indices, call.output)
+                elif ready is not None and not torch._C._is_any_autocast_enabled() and ready.holds(tensors):
+                    found = ready.run(tensors, initial)
+                result = call.run(tensors, initial) if found is None else found
             finally:
                 cold.call = None
                 intermediates.collected = outer
@@ -150,12 +158,13 @@ class _Function(torch.autograd.Function):
         spec = call.spec
         if spec.adds:
             needs = ctx.needs_input_grad[2:]
-            kept = read_again(spec, needs)
-            ctx.shapes = None if kept is None else [tensor.shape for tensor in tensors]
+            kept = spec.kept.get(needs)
+            kept = kept_tensors(spec, needs) if kept is None else kept
+            ctx.shapes = [tensor.shape for tensor in tensors] if kept else None
             ctx.dtype = value_dtype(spec, tensors, initial) if spec.finishes else None
             common = made and ctx.dtype in (None, result.dtype)
             ctx.common = call.common(tensors, needs, result, made.keys()) if common else None
-            saved = tensors if kept is None else [t if need else None for t, need in zip(tensors, kept, strict=True)]
+            saved = [t if need else None for t, need in zip(tensors, kept, strict=True)] if kept else tensors
             again = () if ctx.common is None else [made[key] for key in ctx.common.saved]
             ctx.save_for_backward(None, result if spec.epilogue.activation else None, *saved, *again)
         else:
@@ -166,16 +175,17 @@ class _Function(torch.autograd.Function):
         return result
 
     @staticmethod
-    @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         initial, result, *tensors = ctx.saved_tensors
         grad = grads[0]
+        if is_legacy_batchedtensor(grad) or grad.is_neg():
+            return each_vector(_Function.backward, ctx, grads)
         if ctx.call.spec.finishes:
             grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
         shapes, needs, common = ctx.shapes, ctx.needs_input_grad[2:], ctx.common
         alone = not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled()
         if alone:
-            needs = needed_gradients(ctx, 2, len(needs), ctx.call.spec, before=ctx.has_initial)
+            needs = needed_gradients(ctx, 2, len(needs), ctx.call.spec.number, before=ctx.has_initial)
         shared: dict[Hashable, Tensor | None] | None = None
         if common is not None:
             shared = dict.fromkeys(common.repeated)
@@ -296,7 +306,7 @@ def apply(
     *,
     plain: bool = False,
 ) -> Tensor:
-    """Run a program, recording what its gradients need.
+    """Run a program, recording what its gradients need; see `apply_plain` for what `plain` tensors spare.
 
     Args:
         spec: the program.
@@ -307,14 +317,6 @@ def apply(
         checked: what is remembered of calls with this key and these sizes.
         plain: the caller knows that the tensors are plain ones, and none is lazily negated.
     """
-    if plain and not has_active_modes():
-        if spec.finishes:
-            return _finished(spec, tensors, initial, extents, key, checked, traced=False, plain=True)
-        if torch.is_grad_enabled():
-            for tensor in (*tensors, initial):
-                if tensor is not None and tensor.requires_grad:
-                    return _record(Call.of(spec, extents, key, checked, plain=True), initial, *tensors)  # type: ignore[no-any-return]
-        return run_spec(spec, tensors, initial, extents, key)
     traced = is_traced(*tensors, initial)
     inlined = traced and inlines(spec, (*tensors, initial))
     if not plain and not inlined:
@@ -334,6 +336,46 @@ def apply(
     if _learned((*tensors, initial)):
         return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, initial, extents, key)
+
+
+def apply_plain(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    initial: Tensor | None,
+    extents: Extents,
+    checked: CheckedCall | None = None,
+    unsized: UnsizedCall | None = None,
+) -> Tensor | None:
+    """Run a program on plain tensors, as `apply` does; `None`: nothing records or follows the call, so it is not run.
+
+    Args:
+        spec: the program.
+        tensors: in the layout's order; plain ones, of which none is lazily negated.
+        initial: the initial value, which may broadcast to the output.
+        extents: the call's sizes.
+        checked: what is remembered of calls like it.
+        unsized: what runs it at any sizes, if anything does.
+    """
+    # `has_active_modes`, written out: every call comes here.
+    followed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack()
+    if not followed and torch.autograd.forward_ad._current_level < 0:
+        if not torch.is_grad_enabled():
+            return None
+        for tensor in tensors:
+            if tensor.requires_grad:
+                break
+        else:
+            if initial is None or not initial.requires_grad:
+                return None
+        if not spec.finishes:
+            initial = initial if initial is None else broadcast(initial, extents)
+            if checked is None:
+                call = Call(spec, extents.indices, extents.output, plain=True, unsized=unsized)
+            else:
+                call = checked.call or Call.of(spec, extents, checked.key, checked, plain=True)
+            return _record(call, initial, *tensors)  # type: ignore[no-any-return]
+    initial = initial if initial is None else broadcast(initial, extents)
+    return apply(spec, tensors, initial, extents, None if checked is None else checked.key, checked, plain=True)
 
 
 def _learned(tensors: Sequence[Tensor | None]) -> bool:

@@ -21,14 +21,16 @@ from insum_nn.compiler.runtime.dispatch import (
     CheckedCall,
     Key,
     Spec,
+    call_kind,
     intermediates_of,
     run_spec,
-    unsized_call,
 )
 from insum_nn.compiler.runtime.execution import generation
+from insum_nn.compiler.runtime.unsized_call import Call as UnsizedGradient
+from insum_nn.compiler.runtime.unsized_call import UnsizedCall
 from insum_nn.tensor_cache import insert
 
-__all__ = ["Call", "Shapes", "Step", "gradients", "read_again"]
+__all__ = ["Call", "Shapes", "Step", "gradients", "kept_tensors"]
 
 # Kinds of calls of a program whose common intermediate tensors are remembered.
 _COMMON_LIMIT = 64
@@ -47,6 +49,7 @@ class Call:
         key: `call_key` of its tensors, where it is known.
         checked: what is remembered of calls of its kind.
         plain: its tensors are plain ones.
+        unsized: what runs it at any sizes, if anything does.
     """
 
     spec: Spec
@@ -55,6 +58,7 @@ class Call:
     key: Key | None = None
     checked: CheckedCall | None = None
     plain: bool = False
+    unsized: UnsizedCall | None = None
     _steps: dict[int, tuple[Step, ...]] = field(default_factory=dict)
 
     @staticmethod
@@ -68,15 +72,11 @@ class Call:
         return call
 
     def run(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-        """The output; nothing is recorded."""
+        """The output, where nothing is ready that runs it; nothing is recorded."""
         checked = self.checked
-        if checked is None and self.plain:
-            unsized = unsized_call(self.spec, tensors)
-            result = None if unsized is None else unsized.run(tensors, initial, self.indices, self.output)
-            if result is not None:
-                return result
-            self.spec.check_kinds(tensors, initial)
         if checked is None:
+            if self.plain:
+                self.spec.check_kinds(tensors, initial)
             return run_spec(self.spec, tensors, initial, Extents(self.indices, self.output), self.key)
         if self.key is None or torch._C._is_any_autocast_enabled():
             return run_spec(self.spec, tensors, initial, checked.extents, self.key)
@@ -87,18 +87,14 @@ class Call:
         found = self._steps.get(position)
         if found is None:
             tensor = tensors[position]
-            shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
-            found = self._steps[position] = self._found(position, tuple(shape))
+            shape = tuple(shapes[position] if tensor is None else tensor.shape)  # type: ignore[index]
+            found = self._steps[position] = tuple(
+                [
+                    Step(derived, Extents(tuple([self.indices[place] for place in derived.indices]), shape))
+                    for derived in _derived(self.spec, position)
+                ]
+            )
         return found
-
-    def _found(self, position: int, shape: tuple[int, ...]) -> tuple[Step, ...]:
-        own = self.indices
-        return tuple(
-            [
-                Step(spec, tensors, Extents(tuple([own[place] for place in indices]), shape))
-                for spec, tensors, indices in _steps_of(self.spec, position)
-            ]
-        )
 
     def common(self, tensors: Sequence[Tensor], needs: tuple[bool, ...], result: Tensor, made: Set[Hashable]) -> Common:
         """Return the intermediate tensors that its statements have in common.
@@ -114,29 +110,39 @@ class Call:
         if found is None:
             pool = (*tensors, result, None)
             steps = [s for at, need in enumerate(needs) if need for s in self.steps(at, tensors, None)]
-            found = Common.of(made, [intermediates_of(s.spec, s.read(pool), s.extents) for s in steps])
+            found = Common.of(made, [intermediates_of(s.derived.spec, s.read(pool), s.extents) for s in steps])
             insert(self.spec.common, key, found, _COMMON_LIMIT)
         return found
 
 
 @dataclass(slots=True)
-class Step:
-    """A derivative program, and the positions of its tensors among those of the call, the gradient and the shares."""
+class Derived:
+    """A derivative program of a statement.
+
+    Attributes:
+        spec: the program.
+        places: the positions of its tensors among those of the call, the gradient and the shares.
+        indices: the positions of its extents among those of the call.
+        call: what ran it last at sizes that it found by itself.
+    """
 
     spec: Spec
     places: tuple[int, ...]
-    extents: Extents
-    checked: CheckedCall | None = None
+    indices: tuple[int, ...]
+    call: UnsizedGradient | None = None
+
+
+class Step:
+    """A derivative program at the sizes of a call."""
+
+    __slots__ = ("checked", "derived", "extents")
+
+    def __init__(self, derived: Derived, extents: Extents) -> None:
+        self.derived, self.extents, self.checked = derived, extents, CheckedCall(extents)
 
     def read(self, pool: Sequence[Tensor | None]) -> list[Tensor]:
         """Its tensors."""
-        return [pool[place] for place in self.places]  # type: ignore[misc]
-
-    def alone(self, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
-        """Run it in eager mode, where nothing is recorded, and not at any sizes."""
-        if self.checked is None:
-            self.checked = CheckedCall(self.extents)
-        return self.checked.run(self.spec, self.read(pool), total)
+        return list(map(pool.__getitem__, self.derived.places))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=2048)
@@ -149,26 +155,31 @@ def _derivative_specs(
     return derivative, tuple((each, each.layout.tensors, each.layout.indices) for each in inner)
 
 
-@lru_cache(maxsize=2048)
-def _steps_of(spec: Spec, position: int) -> tuple[tuple[Spec, tuple[int, ...], tuple[int, ...]], ...]:
-    """Return the derivative's programs, each with the places of its tensors (see `Step`) and of its indices."""
-    layout = spec.layout
-    derivative, programs = _derivative_specs(spec, layout.tensors[position])
-    pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, derivative.share))}
-    own = layout.indices
-    return tuple(
-        (each, tuple(pool[x] for x in names), tuple(own.index(x) for x in indices)) for each, names, indices in programs
-    )
+def _derived(spec: Spec, position: int) -> tuple[Derived, ...]:
+    """Return the derivative programs of the tensor at a position."""
+    found: tuple[Derived, ...] | None = spec.derived.get(position)
+    if found is None:
+        layout = spec.layout
+        derivative, programs = _derivative_specs(spec, layout.tensors[position])
+        pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, derivative.share))}
+        own = layout.indices
+        found = spec.derived[position] = tuple(
+            Derived(each, tuple(pool[x] for x in names), tuple(own.index(x) for x in indices))
+            for each, names, indices in programs
+        )
+    return found
 
 
-@lru_cache(maxsize=2048)
-def read_again(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...] | None:
-    """Return which tensors the gradients depend on; `None`: all of them."""
-    layout = spec.layout
-    learned = [name for name, need in zip(layout.tensors, needs, strict=True) if need and name in layout.value_tensors]
-    read = {x for name in learned for _, tensors, _ in _derivative_specs(spec, name)[1] for x in tensors}
-    needed = tuple(name in read for name in layout.tensors)
-    return None if all(needed) else needed
+def kept_tensors(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return which tensors the gradients depend on; empty: all of them."""
+    found: tuple[bool, ...] | None = spec.kept.get(needs)
+    if found is None:
+        layout = spec.layout
+        learned = [x for x, need in zip(layout.tensors, needs, strict=True) if need and x in layout.value_tensors]
+        read = {x for name in learned for _, tensors, _ in _derivative_specs(spec, name)[1] for x in tensors}
+        needed = tuple(name in read for name in layout.tensors)
+        found = spec.kept[needs] = () if all(needed) else needed
+    return found
 
 
 def gradients(
@@ -184,7 +195,7 @@ def gradients(
 
     Args:
         call: the call.
-        tensors: its tensors; those that `read_again` does not name may be `None`, if shapes are given.
+        tensors: its tensors; those that `kept_tensors` does not name may be `None`, if shapes are given.
         shapes: of all of them.
         needs: which of them need one.
         grad: the gradient of the sum.
@@ -194,6 +205,7 @@ def gradients(
     """
     spec = call.spec
     values, names, pool = spec.layout.value_tensors, spec.layout.tensors, (*tensors, grad, share)
+    read = pool.__getitem__
     found: list[Tensor | None] = []
     for position, need in enumerate(needs):
         total: Tensor | None = None
@@ -205,15 +217,25 @@ def gradients(
                 total = run(step, pool, total)
             found.append(total)
             continue
-        steps = spec.steps.get(position)
-        if steps is None:
-            steps = spec.steps[position] = _steps_of(spec, position)
         tensor = tensors[position]
         shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
-        for at, (derived, places, _) in enumerate(steps):
-            given: list[Any] = [pool[place] for place in places]
-            unsized = unsized_call(derived, given)
-            made = None if unsized is None or unsized.call is None else unsized.call(given, total, shape)
-            total = call.steps(position, tensors, shapes)[at].alone(pool, total) if made is None else made
+        # In one loop, without a function for each: every backward pass runs it.
+        for at, derived in enumerate(spec.derived.get(position) or _derived(spec, position)):
+            given: list[Any] = list(map(read, derived.places))
+            made = None if derived.call is None else derived.call(given, total, shape)
+            if made is None and derived.spec.calls:
+                unsized = derived.spec.calls.get(call_kind(derived.spec, given))
+                if unsized is not None and unsized.call is not None and unsized.call is not derived.call:
+                    derived.call = unsized.call
+                    made = unsized.call(given, total, shape)
+            if made is None:
+                steps = call._steps.get(position) or call.steps(position, tensors, shapes)
+                checked = steps[at].checked
+                ready = checked.ready
+                if ready is not None and ready.holds(given):
+                    made = ready.run(given, total)
+                else:
+                    made = checked.run(derived.spec, given, total)
+            total = made
         found.append(total)
     return found

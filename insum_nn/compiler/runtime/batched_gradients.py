@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-__all__ = ["for_each_tangent", "for_each_vector"]
+__all__ = ["each_vector", "for_each_tangent", "for_each_vector"]
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 Forward = Callable[..., Tensor]
@@ -33,13 +33,19 @@ def for_each_vector(backward: Backward) -> Backward:
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         for grad in grads:
-            if grad is not None and is_legacy_batchedtensor(grad):
-                return _one_by_one(backward, ctx, grads)
-            if grad is not None and grad.is_neg():
-                return backward(ctx, *(None if each is None else each.resolve_neg() for each in grads))
+            if grad is not None and (is_legacy_batchedtensor(grad) or grad.is_neg()):
+                return each_vector(backward, ctx, grads)
         return backward(ctx, *grads)
 
     return run
+
+
+def each_vector(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Run a backward pass for gradients some of which represent a batch, or are lazily negated; `for_each_vector`."""
+    for grad in grads:
+        if grad is not None and is_legacy_batchedtensor(grad):
+            return _one_by_one(backward, ctx, grads)
+    return backward(ctx, *(None if each is None else each.resolve_neg() for each in grads))
 
 
 def for_each_tangent(jvp: Forward) -> Forward:

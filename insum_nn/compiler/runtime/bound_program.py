@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.runtime.arguments import call_key
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, unsized_call
+from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, call_kind
 from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.runtime.unsized_call import Call
 from insum_nn.tensor_cache import insert
@@ -98,7 +98,7 @@ class BoundProgram:
             call = self._call
             if call is not None and (result := call(ordered, initial, out_shape)) is not None:
                 return result
-            found = unsized_call(spec, ordered)
+            found = spec.calls.get(call_kind(spec, ordered)) if spec.calls else None
             if found is not None and found.call is not None and found.call is not call:
                 self._call = found.call
                 result = found.call(ordered, initial, out_shape)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
-from insum_nn.compiler.runtime.execution import Executable, Executables, generation
+from insum_nn.compiler.runtime.execution import Executable, Executables, clearings, generation
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
 from insum_nn.compiler.runtime.unsized_call import UnsizedCall
 from insum_nn.compiler.schedule.canonical import messages_name
@@ -43,6 +44,7 @@ __all__ = [
     "Ready",
     "Spec",
     "broadcast",
+    "call_kind",
     "checked_facts",
     "index_versions",
     "intermediates_of",
@@ -50,7 +52,6 @@ __all__ = [
     "prepare",
     "run_ready",
     "run_spec",
-    "unsized_call",
     "value_dtype",
 ]
 
@@ -87,7 +88,9 @@ class Spec:
     ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     programs: dict[Key, _Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
     calls: dict[CallKind, UnsizedCall] = field(default_factory=dict, init=False, repr=False, compare=False)
-    steps: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    derived: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    kept: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     common: dict[Key, Common] = field(default_factory=dict, init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
@@ -320,18 +323,13 @@ def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, fact
         cuttable=programs.sequences.cuttable,
     )
     if call.printed:
-        spec.calls[_kind_of(spec, tensors)] = call
+        spec.calls[call_kind(spec, tensors)] = call
 
 
-def _kind_of(spec: Spec, tensors: Sequence[Tensor]) -> CallKind:
-    """What tells the printed calls of a program apart; each checks the rest itself."""
+def call_kind(spec: Spec, tensors: Sequence[Tensor]) -> CallKind:
+    """What tells the printed calls of a program apart (`Spec.calls`); each checks the rest itself."""
     anchor = tensors[spec.anchor]
     return anchor.dtype, anchor.is_cuda, tensors[spec.indexed[0][0]].dtype if spec.indexed else None
-
-
-def unsized_call(spec: Spec, tensors: Sequence[Tensor]) -> UnsizedCall | None:
-    """Return what runs calls on plain tensors of these kinds at any sizes, if any did; it checks the rest itself."""
-    return spec.calls.get(_kind_of(spec, tensors)) if spec.calls else None
 
 
 @dataclass(slots=True)
@@ -348,7 +346,7 @@ class Ready:
     precision: str = field(default_factory=torch._C._get_float32_matmul_precision)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        if self.generation != generation() or self.precision != torch._C._get_float32_matmul_precision():
+        if self.generation != clearings.count or self.precision != torch._C._get_float32_matmul_precision():
             return False
         for at, ref, version, spoken_for in self.read:
             tensor = tensors[at]

@@ -43,6 +43,7 @@ __all__ = [
     "Executables",
     "cache_info",
     "clear_cache",
+    "clearings",
     "executable",
     "forgets_programs",
     "from_graph",
@@ -151,7 +152,18 @@ class CacheInfo:
 
 _hits = 0
 _misses = 0
-_generation = 0
+
+
+class _Clearings:
+    """How often programs were forgotten; calls that are kept ready read it without a call of Python."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+clearings = _Clearings()
 # What else keeps programs; `clear` forgets them.
 _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -163,7 +175,7 @@ def forgets_programs(keeper: Any) -> None:
 
 def generation() -> int:
     """How often the cache was cleared: what was made ready before a clearing must not be used after it."""
-    return _generation
+    return clearings.count
 
 
 def cache_info() -> CacheInfo:
@@ -177,9 +189,9 @@ def cache_info() -> CacheInfo:
 
 def clear_cache() -> None:
     """Forget every compiled program and every cached sparse structure."""
-    global _hits, _misses, _generation
+    global _hits, _misses
     with _lock:
-        _generation += 1
+        clearings.count += 1
         _cache.clear()
         for keeper in tuple(_keepers):
             keeper.clear()
@@ -306,12 +318,12 @@ def _cached(key: CacheKey, build: Callable[[], Executable]) -> Executable:
 
     def make() -> Executable:
         global _misses
-        begun = _generation
+        begun = clearings.count
         program = build()
         with _lock:
             _misses += 1
             # What was cleared in the meantime stays so.
-            if begun == _generation:
+            if begun == clearings.count:
                 _cache[key] = program
             while len(_cache) > CACHE_LIMIT:
                 _cache.popitem(last=False)

@@ -21,7 +21,6 @@ __all__ = [
     "has_active_modes",
     "is_functional",
     "is_plain_eager",
-    "is_recorded",
     "is_traced",
     "is_transformed",
     "outer_autocast",
@@ -61,17 +60,6 @@ def is_traced(*tensors: Tensor | None) -> bool:
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta):
             return True
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
-def is_recorded(tensors: Sequence[Tensor], initial: Tensor | None) -> bool:
-    """Return whether autograd, a compiler, a transform or a dispatch mode follows a call on plain tensors."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                return True
-        if initial is not None and initial.requires_grad:
-            return True
-    return has_active_modes()
 
 
 def is_plain_eager(*tensors: Tensor | None) -> bool:

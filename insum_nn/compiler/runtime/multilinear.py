@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from insum_nn.compiler.kernels.background import cold
-from insum_nn.compiler.runtime.batched_gradients import for_each_vector
+from insum_nn.compiler.runtime.batched_gradients import each_vector
 from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.modes import is_plain_eager, plain_apply, without_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
@@ -126,14 +127,20 @@ class _Multilinear(torch.autograd.Function):
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
         if count < len(needed) or count == 1:
-            saved = [tensor if count > own else None for tensor, own in zip(operands, needed, strict=True)]
+            saved: list[Tensor | None] = list(operands)
+            for at, own in enumerate(needed):
+                if count <= own:
+                    saved[at] = None
             ctx.save_for_backward(*saved)
         else:
             ctx.save_for_backward(*operands)
         ctx.rest = sums, requested, None if initial is None else initial.shape
         cold.call = _Multilinear, ctx, sums, requested, initial, *operands
         try:
-            result = _computed(sums, requested, operands, {}, initial)
+            if torch._C._is_any_autocast_enabled():
+                result = _computed(sums, requested, operands, {}, initial)
+            else:
+                result = sums.eager(requested, operands, {}, initial)
         finally:
             cold.call = None
         if cold.due:
@@ -141,9 +148,10 @@ class _Multilinear(torch.autograd.Function):
         return result
 
     @staticmethod
-    @for_each_vector
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (sums, left, initial), (grad,) = ctx.rest, grads
+        if is_legacy_batchedtensor(grad) or grad.is_neg():
+            return each_vector(_Multilinear.backward, ctx, grads)
         names = sums.operands[left]
         needed = needed_gradients(ctx, 3, len(names), (type(sums), left), before=initial is not None)
         tensors: dict[str, Tensor] = dict(zip(names, ctx.saved_tensors, strict=True))
@@ -166,7 +174,9 @@ class _Multilinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             total = grad.sum(0)
             found[2] = total if total.shape == initial else total.reshape(initial)
-        return tuple(_without_views(found) if unrecorded else found)
+        if unrecorded:
+            _without_views(found)
+        return tuple(found)
 
 
 _record = plain_apply(_Multilinear)
@@ -274,10 +284,12 @@ def multilinear_jointly(
         # A loop instead of `any`: no generator in every call.
         for tensor in operands.values():
             if tensor.requires_grad:
-                names = tuple(requested)
-                read = tuple([name for name in operands if names != (name,)])
-                tensors = [operands[name] for name in read]
-                made: Any = _record_jointly(sums, (names, read, plain), *tensors, *sums.indices)
+                names, given = tuple(requested), operands
+                if len(names) == 1 and names[0] in operands:
+                    given = dict(operands)
+                    del given[names[0]]
+                read = tuple(given)
+                made: Any = _record_jointly(sums, (names, read, plain), *given.values(), *sums.indices)
                 return dict(zip(names, made, strict=True))
     return sums.run(requested, operands, plain=plain)
 
@@ -295,7 +307,9 @@ def joint_gradients(
         plain: they were plain tensors when it was.
     """
     sums, found = sums.derivative(left, requested, operands)
-    rest = [name for name in requested if name not in found]
+    rest = requested
+    if found:
+        rest = [name for name in requested if name not in found]
     if not rest:
         return found
     if not plain or not is_plain_eager(*operands.values()):
@@ -322,26 +336,33 @@ class _Jointly(torch.autograd.Function):
             made = sums.run(requested, dict(zip(read, tensors, strict=False)), plain=plain)
         finally:
             cold.call = None
-        results = tuple([made[name] for name in requested])
+        results = tuple(map(made.__getitem__, requested))
         if cold.due:
             rehearse_gradients(_Jointly, ctx, *results)
         return results
 
     @staticmethod
-    @for_each_vector
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        for grad in grads:
+            if grad is not None and (is_legacy_batchedtensor(grad) or grad.is_neg()):
+                return each_vector(_Jointly.backward, ctx, grads)
         sums, made, read = ctx.constants
         # After the operands come the index tensors, whose versions torch has checked now.
         operands = dict(zip(read, ctx.saved_tensors, strict=False))
         total: dict[str, Tensor] = {}
         needed = list(compress(read, needed_gradients(ctx, 2, len(read), (sums.kind, made, read))))
-        given = {left: grad for left, grad in zip(made, grads, strict=True) if grad is not None}
+        given: dict[str, Tensor] = {}
+        for left, grad in zip(made, grads, strict=True):
+            if grad is not None:
+                given[left] = grad
         unrecorded = not torch.is_grad_enabled() and is_plain_eager(*operands.values(), *given.values())
         if len(given) > 1 and unrecorded:
             total = sums.totals(given, needed, operands)
             needed = [name for name in needed if name not in total]
         for left, grad in given.items():
-            requested = [name for name in needed if name != left]
+            requested = needed
+            if left in needed:
+                requested = [name for name in needed if name != left]
             if not requested:
                 continue
             found = joint_gradients(sums, left, requested, {**operands, left: grad}, plain=True)
@@ -355,7 +376,8 @@ class _Jointly(torch.autograd.Function):
                 else:
                     total[name].add_(part)
                 del part
-        made_of_read = [total.pop(name, None) for name in read]
+        made_of_read = list(map(total.get, read))
+        total.clear()
         if unrecorded:
             _without_views(made_of_read)
         return None, None, *made_of_read, *[None] * len(sums.indices)
@@ -364,7 +386,7 @@ class _Jointly(torch.autograd.Function):
 _record_jointly = plain_apply(_Jointly)
 
 
-def _without_views(grads: list[Tensor | None]) -> list[Tensor | None]:
+def _without_views(grads: list[Tensor | None]) -> None:
     """Detach gradients that are views: a view keeps its base, and torch adds to memory that nothing else refers to.
 
     Otherwise torch allocates the sum of two gradients as a third tensor of the same size.
@@ -373,4 +395,3 @@ def _without_views(grads: list[Tensor | None]) -> list[Tensor | None]:
     for at, grad in enumerate(grads):
         if grad is not None and grad._is_view():
             grads[at] = grad.detach()
-    return grads

@@ -22,20 +22,20 @@ from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import call_key, check_kinds, static_tables
-from insum_nn.compiler.runtime.autograd import apply
+from insum_nn.compiler.runtime.autograd import apply, apply_plain
 from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.dispatch import (
     CheckedCall,
     Key,
     Spec,
     broadcast,
+    call_kind,
     parse_cached,
     prepare,
     run_spec,
-    unsized_call,
 )
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
-from insum_nn.compiler.runtime.modes import is_recorded, to_autocast
+from insum_nn.compiler.runtime.modes import to_autocast
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.runtime.tracing.traced import call_operator
 from insum_nn.errors import InsumFormatError
@@ -168,11 +168,10 @@ class Program:
             merged = {**self._sizes, **sizes} if sizes else self._sizes
             extents = spec.agree(ordered, merged, self._out_shape if out_shape is None else out_shape)
             if extents is not None and (initial is None or initial.shape == extents.output[-initial.ndim :]):
-                if is_recorded(ordered, initial):
-                    initial = initial if initial is None else broadcast(initial, extents)
-                    return apply(spec, ordered, initial, extents, plain=True)
-                unsized = unsized_call(spec, ordered)
-                result = None if unsized is None else unsized.run(ordered, initial, *extents)
+                unsized = spec.calls.get(call_kind(spec, ordered))
+                result = apply_plain(spec, ordered, initial, extents, None, unsized)
+                if result is None and unsized is not None:
+                    result = unsized.run(ordered, initial, *extents)
                 if result is not None:
                     return result
         call = None if plain is None else self._call_key(*plain, sizes, out_shape)
@@ -182,10 +181,10 @@ class Program:
             return apply(spec, ordered, broadcast(initial, extents), extents)
         ordered, initial = plain
         checked = self._checked.get(call) or self._check_call(call, ordered, initial, sizes, out_shape)
-        initial = initial if initial is None else broadcast(initial, checked.extents)
-        if is_recorded(ordered, initial):
-            return apply(spec, ordered, initial, checked.extents, call[0], checked, plain=True)
-        return checked.run(spec, ordered, initial)
+        result = apply_plain(spec, ordered, initial, checked.extents, checked)
+        if result is not None:
+            return result
+        return checked.run(spec, ordered, initial if initial is None else broadcast(initial, checked.extents))
 
     def _check_call(
         self,

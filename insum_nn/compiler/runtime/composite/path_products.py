@@ -13,16 +13,17 @@ multiplied too: a NaN reaches all components that its path ends in, of its sampl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.passes.path_products import SIDES, Cells, Path, PathSplit
 from insum_nn.compiler.runtime.composite.path_families import Family, Number, Output
-from insum_nn.dtypes import wide_dtype
 
 __all__ = ["PathProducts"]
 
@@ -62,30 +63,6 @@ class _Entry:
             columns = (torch.tensor(first, device="cpu")[:, None] + cells.step * copies).reshape(-1)
         return _Entry(number, (len(first), cells.copies), (spacing, cells.step), first[0], columns)
 
-    def view(self, flat: Tensor) -> Tensor:
-        """The cells of rows: (rows, components, copies); evenly spaced."""
-        row, cell = flat.stride()
-        count, copies = self.shape
-        spacing, step = self.steps
-        strides = (row, spacing * cell, step * cell)
-        return flat.as_strided((flat.shape[0], count, copies), strides, flat.storage_offset() + self.start * cell)
-
-    def read(self, flat: Tensor) -> Tensor:
-        """The cells of rows, copies fastest."""
-        if self.columns is None:
-            return self.view(flat).contiguous()
-        return flat.index_select(1, self.columns).view(flat.shape[0], *self.shape)
-
-    def write(self, flat: Tensor, total: Tensor, *, add: bool) -> None:
-        """Put numbers into the cells of rows, or add them."""
-        if self.columns is not None:
-            total = total.flatten(1)
-            flat.index_add_(1, self.columns, total) if add else flat.index_copy_(1, self.columns, total)
-        elif add:
-            self.view(flat).add_(total)
-        else:
-            self.view(flat).copy_(total)
-
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
@@ -104,18 +81,6 @@ class _Weights:
         shared = split.operands["weight"].rows is None
         left, right = path.left.copies, path.right.copies
         return _Weights(number, path.weight, left, right, split.mixes, path.transposed, shared)
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """(left copies, right copies), or (copies,); after the rows where each sample has its own."""
-        # One call in place of a narrow and a reshape: these are many, and small.
-        *row, cell = tensor.stride()
-        shape: tuple[int, ...] = (self.left,)
-        steps: tuple[int, ...] = (cell,)
-        if self.mixes:
-            shape = self.left, self.right
-            steps = (cell, self.left * cell) if self.transposed else (self.right * cell, cell)
-        start = tensor.storage_offset() + self.first * cell
-        return tensor.as_strided((*tensor.shape[:-1], *shape), (*row, *steps), start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +123,6 @@ class _Tables:
         self.width = width
         self.count = 0
         self._parts: list[tuple[int, Path]] = []
-        self._made: dict[torch.dtype, Tensor] = {}
 
     def add(self, path: Path) -> int:
         """Add a path; returns the first of its columns."""
@@ -169,14 +133,12 @@ class _Tables:
 
     def of(self, dtype: torch.dtype) -> Tensor:
         """As a matrix."""
-        if dtype not in self._made:
-            table = np.zeros((self.width, self.count))
-            for first, path in self._parts:
-                size = path.block[0].size
-                block = path.block.reshape(len(path.scale), size)
-                table[np.array(path.scale), first : first + size] += block
-            self._made[dtype] = torch.from_numpy(table).to(dtype)
-        return self._made[dtype]
+        table = np.zeros((self.width, self.count))
+        for first, path in self._parts:
+            size = path.block[0].size
+            block = path.block.reshape(len(path.scale), size)
+            table[np.array(path.scale), first : first + size] += block
+        return torch.from_numpy(table).to(dtype)
 
 
 class PathProducts:
@@ -186,12 +148,18 @@ class PathProducts:
         families: what is computed.
         rows: the rows of each output, `None` where all samples share it; and the numbers in a row.
         widths: the numbers in a row of each tensor that is read.
+        dtype: in which they are multiplied; what is read may be of fp16 or bf16.
     """
 
     def __init__(
-        self, families: Sequence[Family], rows: Sequence[tuple[int | None, int]], widths: Sequence[int]
+        self,
+        families: Sequence[Family],
+        rows: Sequence[tuple[int | None, int]],
+        widths: Sequence[int],
+        dtype: torch.dtype,
     ) -> None:
-        self.rows = tuple(rows)
+        self.rows, self.dtype = tuple(rows), dtype
+        self._shapes = [(width,) if count is None else (count, width) for count, width in rows]
         outputs = [output for family in families for output in family.outputs]
         self.selects: dict[Number, str | None] = {o.number: o.split.operands[o.side].rows for o in outputs}
         self.gathered = {number: own for family in families for number, own in family.reads.values()}
@@ -215,6 +183,7 @@ class PathProducts:
         )
         self.between = moved + 2 * columns + 3 * largest
         self.at_nodes = bool(moved)
+        self._run = _printed(self)
 
     def _steps(self, family: Family, widths: Sequence[int]) -> Iterator[_Step]:
         _, right, scale, weight = (family.written(side) for side in SIDES)
@@ -264,7 +233,7 @@ class PathProducts:
     def __call__(
         self, tensors: Sequence[Tensor], indices: Mapping[str, Tensor], samples: int, kept: Tensor | None
     ) -> list[Tensor]:
-        """Every output, (rows, numbers of a row); of fp16 and bf16 in float32, in which they are multiplied.
+        """Every output, (rows, numbers of a row), of the dtype in which they are multiplied.
 
         Args:
             tensors: what is read, by number.
@@ -272,21 +241,18 @@ class PathProducts:
             samples: how many there are.
             kept: those that take part; `None`: all.
         """
-        some, wide = tensors[0], wide_dtype(tensors[0].dtype)
-        # What is read by rows is widened a range at a time.
-        flat = [
-            (t if t.ndim == 1 else t.reshape(-1)).to(wide) if self.gathered[n] is None else _flat(t)
-            for n, t in enumerate(tensors)
-        ]
-        found = [some.new_zeros(*(() if rows is None else (rows,)), width, dtype=wide) for rows, width in self.rows]
+        some, wide = tensors[0], self.dtype
+        found = [some.new_zeros(shape, dtype=wide) for shape in self._shapes]
         count = samples if kept is None else kept.numel()
         most = max(_LEAST, AT_ONCE // (wide.itemsize * self.between))
         if self.at_nodes:
             most = min(most, max(_LEAST_GATHERED, count // _SHARE))
         size = -(-count // max(1, -(-count // most)))
         if kept is None and not self.at_nodes and size >= count:
-            _Range(self, count, [tensor.to(wide) for tensor in flat], found).run()
+            self._run(count, tensors, found)
             return found
+        # What is read by rows is widened a range at a time.
+        flat = [t.reshape(-1).to(wide) if self.gathered[n] is None else _flat(t) for n, t in enumerate(tensors)]
 
         def places(rows: str, start: int, own: int) -> Tensor:
             """The rows of a range of samples."""
@@ -318,7 +284,7 @@ class PathProducts:
             ]
             for number in sums.keys() & self.added:
                 sums[number].zero_()
-            _Range(self, own, [tensor.to(wide) for tensor in operands], made).run()
+            self._run(own, operands, made)
             for number, part in sums.items():
                 rows = self.selects[number] or ""
                 found[number].index_add_(0, places(rows, start, own), part.narrow(0, 0, own))
@@ -346,111 +312,159 @@ def _overlap(outputs: Sequence[Output], number: Number) -> bool:
     return False
 
 
-class _Range:
-    """The products of some samples."""
+# Adds the products of some samples to outputs: of how many samples, the operands by number, the outputs by number.
+Run = Callable[[int, Sequence[Tensor], Sequence[Tensor]], None]
 
-    def __init__(self, whole: PathProducts, rows: int, operands: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        self.whole, self.rows, self.operands, self.found = whole, rows, operands, found
-        # Entries of operands and of outputs, copies fastest; made when they are first read, or added to.
-        self.entries: list[Tensor | None] = [None] * len(whole.entries)
-        self.sums: list[Tensor | None] = [None] * len(whole.sums)
 
-    def run(self) -> None:
-        """Add what the samples make to the outputs."""
-        whole, found = self.whole, self.found
-        matrices = {n: self.operands[n] @ table.of(self.operands[n].dtype) for n, table in whole.tables.items()}
-        slopes = {n: found[n].new_empty(self.rows, table.count) for n, table in whole.slopes.items()}
+def _printed(whole: PathProducts) -> Run:
+    """Print the products of some samples, path by path: which views they are of is the same in every call."""
+    text = _Text(whole)
+    text.print()
+    return function_of_lines(text.lines, text.names, "products of paths")
+
+
+class _Text:
+    """The text of `Run`: operands r0, r1, .. and outputs f0, f1, ..; of a path the matrix M, and T and G.
+
+    Entries of operands (e0, ..) and what is added to entries of outputs (s0, ..), copies fastest, are made when they
+    are first read, or added to.
+    """
+
+    def __init__(self, whole: PathProducts) -> None:
+        self.whole = whole
+        self.lines = ["def run(rows, operands, found):"]
+        self.names: dict[str, Any] = {"torch": torch, "flat": _flat, "wide": whole.dtype}
+        self._known: set[str] = set()
+
+    def print(self) -> None:
+        """Fill `lines`."""
+        whole, lines = self.whole, self.lines
+        lines.append(f"({''.join(f'r{n}, ' for n in range(len(whole.gathered)))}) = operands")
+        lines.append(f"({''.join(f'f{n}, ' for n in range(len(whole.rows)))}) = found")
+        for n, own in sorted(whole.gathered.items()):
+            lines += [f"if r{n}.ndim != {1 if own is None else 2}:"]
+            lines += [f"    r{n} = {f'r{n}.reshape(-1)' if own is None else f'flat(r{n})'}"]
+            lines += [f"if r{n}.dtype is not wide:", f"    r{n} = r{n}.to(wide)"]
+            lines += [f"{'' if own is None else f'ra{n}, '}rb{n}, = r{n}.stride()", f"rc{n} = r{n}.storage_offset()"]
+        for n, (count, width) in enumerate(whole.rows):
+            lines += [f"{'' if count is None else f'fa{n}, '}fb{n}, = f{n}.stride()", f"fc{n} = f{n}.storage_offset()"]
+        for n, table in whole.tables.items():
+            self.names[f"table{n}"] = table.of(whole.dtype)
+            lines.append(f"m{n} = r{n} @ table{n}")
+        for n, table in whole.slopes.items():
+            self.names[f"slopes{n}"] = table.of(whole.dtype).mT
+            lines.append(f"d{n} = f{n}.new_empty(rows, {table.count})")
         for step in whole.steps:
-            size = step.shape[0] * step.shape[1]
-            matrix = None
-            if step.scale is not None:
-                matrix = _matrix(matrices[step.scale], step.first, step.shape)
-                if step.right_sum >= 0 or step.weight_sum is not None:
-                    turned = _product(matrix, self.entry(step.left))
-                    if step.right_sum >= 0:
-                        self.add_weighted(step, turned)
-                    if step.weight_sum is not None:
-                        self.add_weights(step, step.weight_sum, turned)
-            if step.left_sum >= 0 or step.slope is not None:
-                back = self.back(step)
-                if step.left_sum >= 0 and matrix is not None:
-                    self.add(step.left_sum, matrix.mT, back)
-                if step.slope is not None:
-                    into = _matrix(slopes[step.slope], step.slope_first, step.shape)
-                    into.copy_(self.slope(step, size, back))
-        for number, table in whole.slopes.items():
-            found[number].addmm_(slopes[number], table.of(found[number].dtype).mT)
-        for entry, total in zip(whole.sums, self.sums, strict=True):
-            if total is not None:
-                entry.write(found[entry.number], total, add=entry.number in whole.added)
+            self._step(step)
+        lines += [f"f{n}.addmm_(d{n}, slopes{n})" for n in whole.slopes]
+        for n, entry in enumerate(whole.sums):
+            if f"s{n}" in self._known:
+                self._write(n, entry, add=entry.number in whole.added)
 
-    def entry(self, number: int) -> Tensor:
-        """An entry of an operand, copies fastest: (rows, components, copies)."""
-        found = self.entries[number]
-        if found is None:
-            own = self.whole.entries[number]
-            found = self.entries[number] = own.read(self.operands[own.number])
-        return found
+    def _step(self, step: _Step) -> None:
+        k, i = step.shape
+        if step.scale is not None:
+            count = self.whole.tables[step.scale].count
+            self.lines.append(f"M = m{step.scale}.as_strided((rows, {k}, {i}), ({count}, {i}, 1), {step.first})")
+            if step.right_sum >= 0 or step.weight_sum is not None:
+                self.lines.append(f"T = {_product('M', self._entry(step.left), i)}")
+            if step.right_sum >= 0:
+                self._add_weighted(step)
+            if step.weight_sum is not None:
+                self._add_weights(step, step.weight_sum)
+        if step.left_sum >= 0 or step.slope is not None:
+            back = self._back(step)
+            if step.left_sum >= 0 and step.scale is not None:
+                self._sum(step.left_sum, _product("M.mT", back, k), "addcmul_" if k == 1 else "baddbmm_", f"M.mT, {back}")
+            if step.slope is not None:
+                count, entry = self.whole.slopes[step.slope].count, self._entry(step.left)
+                into = f"d{step.slope}.as_strided((rows, {k}, {i}), ({count}, {i}, 1), {step.slope_first})"
+                copies = self.whole.entries[step.left].shape[1]
+                slope = _product(back, f"{entry}.mT", copies)
+                slope = f"({back} * {entry}).sum((1, 2), keepdim=True)" if k * i == 1 else slope
+                self.lines.append(f"{into}.copy_({slope})")
 
-    def add_weighted(self, step: _Step, turned: Tensor) -> None:
-        """Add `T` times the weights to an entry of the right side."""
-        into = self.sums[step.right_sum]
-        if step.weight is None:
-            self.sums[step.right_sum] = turned if into is None else into.add_(turned)
+    def _entry(self, n: int) -> str:
+        """An entry of an operand: (rows, components, copies)."""
+        if f"e{n}" not in self._known:
+            self._known.add(f"e{n}")
+            entry = self.whole.entries[n]
+            read = f"{_cells('r', entry)}.contiguous()"
+            if entry.columns is not None:
+                self.names[f"columns{n}"] = entry.columns
+                read = f"r{entry.number}.index_select(1, columns{n}).view(rows, {entry.shape[0]}, {entry.shape[1]})"
+            self.lines.append(f"e{n} = {read}")
+        return f"e{n}"
+
+    def _write(self, n: int, entry: _Entry, *, add: bool) -> None:
+        """Put numbers into the cells of rows, or add them."""
+        if entry.columns is None:
+            self.lines.append(f"{_cells('f', entry)}.{'add_' if add else 'copy_'}(s{n})")
             return
-        weights = step.weight.view(self.operands[step.weight.number])
-        if not step.mixes:
-            weights = weights.unsqueeze(-2)
-            self.sums[step.right_sum] = turned * weights if into is None else into.addcmul_(turned, weights)
-        elif into is None:
-            self.sums[step.right_sum] = turned @ weights
-        elif step.weight.shared:
-            into.flatten(0, 1).addmm_(turned.flatten(0, 1), weights)
-        else:
-            into.baddbmm_(turned, weights)
+        self.names[f"cells{n}"] = entry.columns
+        call = "index_add_" if add else "index_copy_"
+        self.lines.append(f"f{entry.number}.{call}(1, cells{n}, s{n}.flatten(1))")
 
-    def back(self, step: _Step) -> Tensor:
-        """`G`: what the weights make of the right side."""
-        slope = self.entry(step.right)
+    def _sum(self, n: int, first: str, add: str, more: str) -> None:
+        """Begin what is added to an entry of an output, or add to it."""
+        known = f"s{n}" in self._known
+        self._known.add(f"s{n}")
+        self.lines.append(f"s{n}.{add}({more})" if known else f"s{n} = {first}")
+
+    def _add_weighted(self, step: _Step) -> None:
+        """Add `T` times the weights to an entry of the right side."""
         if step.weight is None:
-            return slope
-        weights = step.weight.view(self.operands[step.weight.number])
-        return slope @ weights.mT if step.mixes else slope * weights.unsqueeze(-2)
-
-    def slope(self, step: _Step, size: int, back: Tensor) -> Tensor:
-        """`dM`."""
-        entry = self.entry(step.left)
-        if size == 1:
-            return (back * entry).sum((1, 2), keepdim=True)
-        return _product(back, entry.mT)
-
-    def add(self, number: int, left: Tensor, right: Tensor) -> None:
-        """Add a product to an entry of the left side."""
-        into = self.sums[number]
-        if into is None:
-            self.sums[number] = _product(left, right)
-        elif left.shape[2] == 1:
-            into.addcmul_(left, right)
-        else:
-            into.baddbmm_(left, right)
-
-    def add_weights(self, step: _Step, weights: _Weights, turned: Tensor) -> None:
-        """Add a path's part of the weights."""
-        into, slope = weights.view(self.found[weights.number]), self.entry(step.right)
+            self._sum(step.right_sum, "T", "add_", "T")
+            return
+        self.lines.append(f"W = {_weights('r', step.weight)}")
         if not step.mixes:
-            into.add_((turned * slope).sum((0, 1) if weights.shared else 1))
-        elif weights.shared:
-            into.addmm_(turned.flatten(0, 1).mT, slope.flatten(0, 1))
+            self._sum(step.right_sum, "T * W.unsqueeze(-2)", "addcmul_", "T, W.unsqueeze(-2)")
+        elif step.weight.shared:
+            self._sum(step.right_sum, "T @ W", "flatten(0, 1).addmm_", "T.flatten(0, 1), W")
         else:
-            torch.bmm(turned.mT, slope, out=into)
+            self._sum(step.right_sum, "T @ W", "baddbmm_", "T, W")
+
+    def _back(self, step: _Step) -> str:
+        """`G`: what the weights make of the right side."""
+        right = self._entry(step.right)
+        if step.weight is None:
+            return right
+        weights = _weights("r", step.weight)
+        self.lines.append(f"G = {right} @ {weights}.mT" if step.mixes else f"G = {right} * {weights}.unsqueeze(-2)")
+        return "G"
+
+    def _add_weights(self, step: _Step, weights: _Weights) -> None:
+        """Add a path's part of the weights."""
+        into, right = _weights("f", weights), self._entry(step.right)
+        if not step.mixes:
+            self.lines.append(f"{into}.add_((T * {right}).sum({(0, 1) if weights.shared else 1}))")
+        elif weights.shared:
+            self.lines.append(f"{into}.addmm_(T.flatten(0, 1).mT, {right}.flatten(0, 1))")
+        else:
+            self.lines.append(f"torch.bmm(T.mT, {right}, out={into})")
 
 
-def _matrix(matrices: Tensor, first: int, shape: tuple[int, int]) -> Tensor:
-    """One of the matrices of each sample, which lie side by side."""
-    rows, count = matrices.shape
-    return matrices.as_strided((rows, *shape), (count, shape[1], 1), first)
+def _cells(kind: str, entry: _Entry) -> str:
+    """The cells of rows, evenly spaced: (rows, components, copies)."""
+    (count, copies), (spacing, step), n = entry.shape, entry.steps, entry.number
+    a, b, c = (f"{kind}{letter}{n}" for letter in "abc")
+    return (
+        f"{kind}{n}.as_strided((rows, {count}, {copies}), ({a}, {spacing} * {b}, {step} * {b}), {c} + {entry.start} * {b})"
+    )
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _weights(kind: str, weights: _Weights) -> str:
+    """(left copies, right copies), or (copies,); after the rows where each sample has its own."""
+    # One call in place of a narrow and a reshape: these are many, and small.
+    a, b, c = (f"{kind}{letter}{weights.number}" for letter in "abc")
+    shape, steps = f"{weights.left}, ", f"{b}, "
+    if weights.mixes:
+        shape = f"{weights.left}, {weights.right}, "
+        steps = f"{b}, {weights.left} * {b}, " if weights.transposed else f"{weights.right} * {b}, {b}, "
+    rows, step = ("", "") if weights.shared else ("rows, ", f"{a}, ")
+    return f"{kind}{weights.number}.as_strided(({rows}{shape}), ({step}{steps}), {c} + {weights.first} * {b})"
+
+
+def _product(left: str, right: str, length: int) -> str:
     """(rows, a, b) times (rows, b, c); of one term without a library's call for each row."""
-    return left * right if left.shape[2] == 1 else torch.bmm(left, right)
+    return f"{left} * {right}" if length == 1 else f"torch.bmm({left}, {right})"

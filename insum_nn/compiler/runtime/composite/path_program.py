@@ -15,6 +15,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.path_products import PathSplit, row_of, samples_of, split_into_paths
 from insum_nn.compiler.runtime.composite.path_families import families_of
 from insum_nn.compiler.runtime.composite.path_products import PathProducts
+from insum_nn.dtypes import wide_dtype
 from insum_nn.facts import StaticTable
 
 __all__ = ["PathProgram", "Static", "StaticSum", "find_paths", "run_together", "same_memory", "static_sum"]
@@ -180,18 +181,23 @@ def run_together(
         for shape, own in zip(shapes, selects, strict=True)
     ]
     widths = [_count(named[at][name].shape[1:]) for at, name in sources]
-    products = PathProducts(families, rows, widths)
+    products = PathProducts(families, rows, widths, wide_dtype(programs[0].bound.dtype))
     masked = any(program.bound.facts_of(name).masked is not False for program in programs for name in indices)
     count = programs[0].count
 
     def run(named: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        own = {name: named[at][name] for name, at in indices.items()}
+        # Loops, and one comprehension: each is a call of Python.
+        own: dict[str, Tensor] = {}
+        for name, at in indices.items():
+            own[name] = named[at][name]
         kept: Tensor | None = None
         if masked:
             present = torch.stack([index >= 0 for index in own.values()]).all(0)
             kept = None if bool(present.all()) else present.nonzero().squeeze(1)
         made = products([named[at][name] for at, name in sources], own, count, kept)
-        return [result.view(shape) for result, shape in zip(made, shapes, strict=True)]
+        for at, shape in enumerate(shapes):
+            made[at] = made[at].view(shape)
+        return made
 
     return run
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.shapes import resolve_extents
-from insum_nn.compiler.runtime.composite.path_program import PathProgram, Run, run_together, same_memory
+from insum_nn.compiler.runtime.composite.path_program import PathProgram, Run, run_together
 from insum_nn.compiler.runtime.dispatch import Ready, index_versions, prepare
 from insum_nn.compiler.runtime.execution import generation
 from insum_nn.compiler.runtime.program import Program
@@ -33,7 +33,10 @@ class _Prepared:
     versions: Ready | None = None
 
     def holds(self, named: Named) -> bool:
-        return self.versions is None or self.versions.holds([named[at][name] for at, name in self.read])
+        tensors: list[Tensor] = []
+        for at, name in self.read:
+            tensors.append(named[at][name])
+        return self.versions is None or self.versions.holds(tensors)
 
 
 class SharedPaths:
@@ -79,7 +82,7 @@ class SharedPaths:
         """
         full = (key, self._same(named))
         call = self._calls.get(full)
-        if call is None or not call.holds(named):
+        if call is None or (call.versions is not None and not call.holds(named)):
             with torch.no_grad():
                 call = self._prepare(named, shapes())
             insert(self._calls, full, call, _LIMIT)
@@ -98,7 +101,9 @@ class SharedPaths:
                 tensor = own[name]
                 place = objects.get(id(tensor))
                 if place is None:
-                    place = objects[id(tensor)] = places.setdefault(same_memory(tensor), len(places))
+                    # `same_memory`, written out.
+                    memory = tensor.data_ptr(), tensor.shape, tensor.stride()
+                    place = objects[id(tensor)] = places.setdefault(memory, len(places))
                 found.append(place)
         return tuple(found)
 

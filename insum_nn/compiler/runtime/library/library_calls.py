@@ -194,7 +194,9 @@ def _remembered(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape
             if index is not None:
                 tensors.append(index)
             key.append((index is None, axes, extent, masked))
-    return _structures.get(tensors, tuple(key), lambda: _build(rows, columns, shape))
+    whole = tuple(key)
+    found = _structures.find(tensors, whole)
+    return _structures.keep(tensors, whole, _build(rows, columns, shape)) if found is None else found
 
 
 def _over_grid(parts: Sequence[EntryIndex], shape: tuple[int, ...], device: torch.device) -> Tensor:
