@@ -97,7 +97,8 @@ class Numbers:
             elif kind == "stride":
                 value = f"tensors[{names.index(name)}].stride({axis})"
             elif kind == "initial_stride":
-                value = f"initial.stride({axis})"
+                # It may be of the last axes alone.
+                value = f"initial.stride({axis - len(layout.output_places)})"
             elif kind == "dim" and name == "@out":
                 value = f"output[{axis}]"
                 along = True

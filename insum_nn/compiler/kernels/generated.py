@@ -191,7 +191,8 @@ class Generated:
             if kernel is None:
                 if len(kernels) >= _LIMIT:
                     kernels.clear()
-                kernel = self._kernel(bucket, schedule, tensors, Extents(indices, output), initial, partition)
+                whole = None if initial is None else initial.expand(output)
+                kernel = self._kernel(bucket, schedule, tensors, Extents(indices, output), whole, partition)
                 kernels[key] = kernel
             return kernel, partition
 

@@ -143,7 +143,7 @@ class UnsizedKernel:
 
         Args of what it returns:
             tensors: in the layout's order, as they were when the kernel was made but for their sizes.
-            initial: the initial value.
+            initial: the initial value, which may be of the last axes alone.
             indices: the sizes of the call.
             output: the output's shape.
             partition: the row partition of the terms, where the form has one.
@@ -311,7 +311,7 @@ class UnsizedKernel:
         sums = torch.empty((rows.shape[0], *workspace.shape[1:]), dtype=workspace.dtype, device=workspace.device)
         collector(workspace, sums, None, partition, 0)
         if initial is not None:
-            sums = sums + initial.movedim(axis, 0).index_select(0, rows)
+            sums = sums + initial.expand(output).movedim(axis, 0).index_select(0, rows)
         sums = form.bound.epilogue.activated(sums)
         made.movedim(axis, 0).index_copy_(0, rows, sums.to(made.dtype))
 
@@ -330,7 +330,7 @@ class UnsizedKernel:
         if source.finished:
             # Cells that the kernel does not write.
             initial = self.form.bound.epilogue.activated(initial)
-        return initial.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return initial.expand(output).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def finished(self, made: Tensor, initial: Tensor | None) -> Tensor:
         """The output, from what the kernel wrote to `memory`."""

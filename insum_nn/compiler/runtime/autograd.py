@@ -20,9 +20,14 @@ from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
-from insum_nn.compiler.lang.syntax import Access, Index, Statement
+from insum_nn.compiler.lang.syntax import Access
 from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, kept_tensors
-from insum_nn.compiler.runtime.batched_gradients import each_vector, for_each_tangent
+from insum_nn.compiler.runtime.batched_gradients import (
+    batched_access,
+    each_vector,
+    factors_of_entries,
+    for_each_tangent,
+)
 from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, broadcast, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
@@ -35,11 +40,9 @@ from insum_nn.facts import IndexFacts
 
 __all__ = ["apply", "apply_plain"]
 
-
 # The registered operator.
 
 _NAMESPACE = "insum_nn"
-# Of these the terms do not all count, so gradients are more than sums of products.
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::run", mutates_args=())
@@ -144,10 +147,10 @@ class _Function(torch.autograd.Function):
             cold.call = _Function, ctx, call, initial, *tensors
             outer, intermediates.collected = intermediates.collected, made
             try:
+                found, unsized = None, call.unsized
                 ready = None if call.checked is None else call.checked.ready
-                found = None
-                if call.unsized is not None:
-                    found = call.unsized.run(tensors, initial, call.indices, call.output)
+                if unsized is not None:
+                    found = unsized.run(tensors, initial, call.indices, call.output)
                 elif ready is not None and not torch._C._is_any_autocast_enabled() and ready.holds(tensors):
                     found = ready.run(tensors, initial)
                 result = call.run(tensors, initial) if found is None else found
@@ -369,10 +372,8 @@ def apply_plain(
                 return None
         if not spec.finishes:
             initial = initial if initial is None else broadcast(initial, extents)
-            if checked is None:
-                call = Call(spec, extents.indices, extents.output, plain=True, unsized=unsized)
-            else:
-                call = checked.call or Call.of(spec, extents, checked.key, checked, plain=True)
+            call = None if checked is None else checked.call
+            call = call or Call.of(spec, extents, None, checked, plain=True, unsized=unsized)
             return _record(call, initial, *tensors)  # type: ignore[no-any-return]
     initial = initial if initial is None else broadcast(initial, extents)
     return apply(spec, tensors, initial, extents, None if checked is None else checked.key, checked, plain=True)
@@ -397,8 +398,8 @@ def _finished(
     """`apply` for a sum that is activated or cast.
 
     Where gradients are recorded, an activation that is differentiated from its output stays in the sum's own store. One
-    that takes its input is applied by torch: the input must be written for backward anyway,
-    so to fuse would save one read of the output, and cost every back end a second output.
+    that takes its input is applied by torch: the input must be written for backward anyway, so to fuse would save one
+    read of the output, and cost every back end a second output.
     """
     if not (traced or is_transformed()):
         if not _learned((*tensors, initial)):
@@ -413,33 +414,6 @@ def _finished(
 # Batching.
 
 
-def _batched(access: Access, names: set[str], batch: str) -> str:
-    """Return the access with a leading batch subscript on every batched tensor, nested ones too."""
-    subscripts: list[str] = []
-    for subscript in access.subscripts:
-        text = ""
-        for term in subscript.terms:
-            atom = _batched(term.atom, names, batch) if isinstance(term.atom, Access) else str(term.atom)
-            text += f"{'-' if term.coefficient < 0 else '+' if text else ''}{abs(term.coefficient)}*{atom}"
-        if subscript.offset or not text:
-            text += f"{subscript.offset:+d}" if text else str(subscript.offset)
-        subscripts.append(text)
-    if access.name in names:
-        subscripts.insert(0, batch)
-    return f"{access.name}[{','.join(subscripts)}]" if subscripts else access.name
-
-
-def _belonging(statement: Statement, batched: set[str]) -> set[str]:
-    """The factors without a batch that belong to entries with one: what misses differs, and with it what matters."""
-    entries = [a for a in statement.accesses() if a.name in batched and a.name in statement.index_tensors()]
-    found: set[str] = set()
-    for read in statement.reads:
-        own = {term.atom.name for s in read.subscripts for term in s.terms if isinstance(term.atom, Index)}
-        if read.name not in batched and any(own.issuperset(i.name for i in entry.indices()) for entry in entries):
-            found.add(read.name)
-    return found - set(statement.index_tensors())
-
-
 class _Batch:
     """A batch of statements is one statement with one more index, the first of the output."""
 
@@ -451,10 +425,10 @@ class _Batch:
         self.layout = layout
         index = fresh_name("batch", {*statement.indices(), *statement.tensors(), statement.output.name})
         names = {name for name, dim in zip(layout.tensors, dims, strict=True) if dim is not None}
-        self.repeated = _belonging(statement, names)
+        self.repeated = factors_of_entries(statement, names)
         names |= self.repeated
-        factors = [_batched(f, names, index) if isinstance(f, Access) else str(f) for f in statement.factors]
-        written = _batched(statement.output, {*names, statement.output.name}, index)
+        factors = [batched_access(f, names, index) if isinstance(f, Access) else str(f) for f in statement.factors]
+        written = batched_access(statement.output, {*names, statement.output.name}, index)
         text = f"{written} {statement.operator} {' * '.join(factors)}"
         # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
         facts = tuple((n, f if n not in names else IndexFacts(masked=f.masked)) for n, f in call.spec.facts)

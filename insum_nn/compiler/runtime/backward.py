@@ -62,13 +62,21 @@ class Call:
     _steps: dict[int, tuple[Step, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(spec: Spec, extents: Extents, key: Key | None, checked: CheckedCall | None, *, plain: bool) -> Call:
+    def of(
+        spec: Spec,
+        extents: Extents,
+        key: Key | None,
+        checked: CheckedCall | None,
+        *,
+        plain: bool,
+        unsized: UnsizedCall | None = None,
+    ) -> Call:
         """The call; the same one for all calls that share what is remembered of them."""
         if checked is None:
-            return Call(spec, extents.indices, extents.output, key, plain=plain)
+            return Call(spec, extents.indices, extents.output, key, plain=plain, unsized=unsized)
         call = checked.call
         if not isinstance(call, Call):
-            call = checked.call = Call(spec, extents.indices, extents.output, key, checked, plain)
+            call = checked.call = Call(spec, extents.indices, extents.output, checked.key, checked, plain)
         return call
 
     def run(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""Gradients of many vectors at once: `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(vectorize=True)`.
+"""Batches: `torch.vmap`, and gradients of many vectors at once, `is_grads_batched=True` and `vectorize=True`.
 
-Autograd then runs one backward pass, or one forward-mode pass, with tensors that represent a batch. Most of torch's own
-operators have rules for them, and kernels have none: what such a tensor shows is one vector of many, and it has no
-memory of its own.
+For these autograd runs one backward pass, or one forward-mode pass, with tensors that represent a batch. Most of
+torch's own operators have rules for them, and kernels have none: what such a tensor shows is one vector of many, and it
+has no memory of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-__all__ = ["each_vector", "for_each_tangent", "for_each_vector"]
+from insum_nn.compiler.lang.syntax import Access, Index, Statement
+
+__all__ = ["batched_access", "each_vector", "factors_of_entries", "for_each_tangent", "for_each_vector"]
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 Forward = Callable[..., Tensor]
@@ -93,3 +95,33 @@ def _open(tensor: Tensor) -> tuple[int, Tensor]:
         "gradients of batches within batches are not supported: take one of the derivatives without "
         "is_grads_batched=True or vectorize=True"
     )
+
+
+# Statements of a batch, under `torch.vmap`.
+
+
+def batched_access(access: Access, names: set[str], batch: str) -> str:
+    """Return the access with a leading batch subscript on every batched tensor, nested ones too."""
+    subscripts: list[str] = []
+    for subscript in access.subscripts:
+        text = ""
+        for term in subscript.terms:
+            atom = batched_access(term.atom, names, batch) if isinstance(term.atom, Access) else str(term.atom)
+            text += f"{'-' if term.coefficient < 0 else '+' if text else ''}{abs(term.coefficient)}*{atom}"
+        if subscript.offset or not text:
+            text += f"{subscript.offset:+d}" if text else str(subscript.offset)
+        subscripts.append(text)
+    if access.name in names:
+        subscripts.insert(0, batch)
+    return f"{access.name}[{','.join(subscripts)}]" if subscripts else access.name
+
+
+def factors_of_entries(statement: Statement, batched: set[str]) -> set[str]:
+    """The factors without a batch that belong to entries with one: what misses differs, and with it what matters."""
+    entries = [a for a in statement.accesses() if a.name in batched and a.name in statement.index_tensors()]
+    found: set[str] = set()
+    for read in statement.reads:
+        own = {term.atom.name for s in read.subscripts for term in s.terms if isinstance(term.atom, Index)}
+        if read.name not in batched and any(own.issuperset(i.name for i in entry.indices()) for entry in entries):
+            found.add(read.name)
+    return found - set(statement.index_tensors())

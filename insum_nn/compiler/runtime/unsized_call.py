@@ -56,8 +56,8 @@ class UnsizedCall:
         cuttable: whether it runs as several statements depends on the sizes of all axes.
 
     Attributes:
-        run: runs it on tensors in the layout's order, with an initial value, on sizes that agree with them; it records
-            no gradients, and returns `None` where it is not for these.
+        run: runs it on tensors in the layout's order, with an initial value that may be of the last axes alone, on
+            sizes that agree with them; it records no gradients, and returns `None` where it is not for these.
         call: the same without known sizes: it reads them from the tensors and the given output shape, whose `None`
             entries it infers, and returns `None` where they disagree. `None`: some index is an axis of no tensor,
             nor of the output.
@@ -121,6 +121,7 @@ class UnsizedCall:
     ) -> Tensor | None:
         """Run it at a kind of sizes that was not met before."""
         begun, extents = generation(), Extents(indices, output)
+        initial = initial if initial is None else initial.expand(output)
         program = self._find(tensors, initial, extents)
         settled, found = True, _other
         if isinstance(program, Executable) and isinstance(program.run, Generated):
@@ -218,13 +219,10 @@ def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
         "    how = initial.ndim",
         "    if initial.dtype is not dtype or initial.shape != output[-how:]:",
         "        return None",
-        "    initial = initial.detach()",
         "    if not initial.is_contiguous():",
         "        how = own_axes(initial)",
         "        if how is None:",
         "            return None",
-        f"    if initial.ndim != {len(output)}:",
-        "        initial = initial.expand(output)",
     ]
     key = [_magnitude(extent, most) for extent, most in zip(indices, fixed.most, strict=True)]
     key += [_magnitude(o, -1) for o, place in zip(output, layout.output_places, strict=True) if place is None]

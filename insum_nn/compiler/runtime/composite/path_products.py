@@ -346,7 +346,7 @@ class _Text:
             lines += [f"    r{n} = {f'r{n}.reshape(-1)' if own is None else f'flat(r{n})'}"]
             lines += [f"if r{n}.dtype is not wide:", f"    r{n} = r{n}.to(wide)"]
             lines += [f"{'' if own is None else f'ra{n}, '}rb{n}, = r{n}.stride()", f"rc{n} = r{n}.storage_offset()"]
-        for n, (count, width) in enumerate(whole.rows):
+        for n, (count, _) in enumerate(whole.rows):
             lines += [f"{'' if count is None else f'fa{n}, '}fb{n}, = f{n}.stride()", f"fc{n} = f{n}.storage_offset()"]
         for n, table in whole.tables.items():
             self.names[f"table{n}"] = table.of(whole.dtype)
@@ -375,7 +375,8 @@ class _Text:
         if step.left_sum >= 0 or step.slope is not None:
             back = self._back(step)
             if step.left_sum >= 0 and step.scale is not None:
-                self._sum(step.left_sum, _product("M.mT", back, k), "addcmul_" if k == 1 else "baddbmm_", f"M.mT, {back}")
+                add = "addcmul_" if k == 1 else "baddbmm_"
+                self._sum(step.left_sum, _product("M.mT", back, k), add, f"M.mT, {back}")
             if step.slope is not None:
                 count, entry = self.whole.slopes[step.slope].count, self._entry(step.left)
                 into = f"d{step.slope}.as_strided((rows, {k}, {i}), ({count}, {i}, 1), {step.slope_first})"
@@ -448,9 +449,8 @@ def _cells(kind: str, entry: _Entry) -> str:
     """The cells of rows, evenly spaced: (rows, components, copies)."""
     (count, copies), (spacing, step), n = entry.shape, entry.steps, entry.number
     a, b, c = (f"{kind}{letter}{n}" for letter in "abc")
-    return (
-        f"{kind}{n}.as_strided((rows, {count}, {copies}), ({a}, {spacing} * {b}, {step} * {b}), {c} + {entry.start} * {b})"
-    )
+    steps = f"{a}, {spacing} * {b}, {step} * {b}"
+    return f"{kind}{n}.as_strided((rows, {count}, {copies}), ({steps}), {c} + {entry.start} * {b})"
 
 
 def _weights(kind: str, weights: _Weights) -> str:
