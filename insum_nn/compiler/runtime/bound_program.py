@@ -120,9 +120,10 @@ class BoundProgram:
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
         call = self._call
-        if call is None and (found := unsized_call(self._spec, ordered)) is not None:
+        if call is None and (calls := self._spec.calls):
             # Another structure's, which checks all that may differ.
-            call = self._call = found.call
+            found = calls.get(call_kind(self._spec, ordered))
+            call = self._call = None if found is None else found.call
         if call is not None:
             result = call(ordered, initial, out_shape)
             if result is not None:
