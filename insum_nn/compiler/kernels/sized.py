@@ -201,14 +201,20 @@ class UnsizedKernel:
                 f"made = ({empty}) if whole else kernel.memory(initial, output, device, False)",
             ]
         if self.strides.split:
-            lines += [f"workspace = kernel.workspace(partition, output, device, {covered})"]
+            cells, inner, memory = self._cells(covered)
+            lines += [f"workspace = {memory}"]
         if any(argument.kind == "rows" for argument in (*source.arguments, *source.sizes.values())):
             lines += ["rows = partition.rows"]
         lines += [*numbers.lines, f"grid = {numbers.grid}"]
         lines += [f"t{place} = {text}" for place, text in tensors.items()]
         lines += self._launching(tensors)
         if self.strides.split:
-            lines += ["if partition.slots:", "    kernel.add_divided(made, workspace, initial, partition, output)"]
+            alone = "initial is None" if self.form.bound.epilogue.activation is None else "False"
+            lines += [f"if partition.slots and {alone}:"]
+            step = f"output[{self.form.row_axis}] * {inner}"
+            rows = "partition.divided, partition.first"
+            lines += [f"    kernel.collector(workspace, made, {rows}, {cells}, {inner}, {step})"]
+            lines += ["elif partition.slots:", "    kernel.add_divided(made, workspace, initial, partition, output)"]
         if whole == "True" and not splits:
             return [*lines, "return made"]
         return [*lines, "return made if whole else kernel.finished(made, initial)"]
@@ -289,27 +295,28 @@ class UnsizedKernel:
             made.append(make(shape, dtype=self.dtype, device=tensors[0].device))
         return made
 
-    def workspace(
-        self, partition: RowPartition, output: tuple[int, ...], device: torch.device, covered: bool
-    ) -> Tensor:
-        """Memory for the parts of divided rows."""
-        axis = self.form.row_axis
-        lengths = (partition.slots, *output[:axis], *output[axis + 1 :])
-        return (torch.empty if covered else torch.zeros)(lengths, dtype=self.source.accumulator, device=device)
+    def _cells(self, covered: str) -> tuple[str, str, str]:
+        """Return the cells of an output row, those of the axes behind it, and memory for the parts of divided rows."""
+        axis, rank = self.form.row_axis, len(self.form.bound.layout.output_places)
+        behind = [f"output[{at}]" for at in range(axis + 1, rank)]
+        others = [f"output[{at}]" for at in range(axis)] + behind
+        shape = f"(partition.slots, {''.join(f'{each}, ' for each in others)})"
+        made = f"{shape}, dtype={self.source.accumulator}, device=device"
+        memory = f"(torch.empty if {covered} else torch.zeros)({made})"
+        return " * ".join(others) or "1", " * ".join(behind) or "1", memory
 
     def add_divided(
         self, made: Tensor, workspace: Tensor, initial: Tensor | None, partition: RowPartition, output: tuple[int, ...]
     ) -> None:
-        """Add up the parts of divided rows, and write the sums to their rows."""
-        rows, form, collector = partition.divided, self.form, self.collector
+        """Add up the parts of divided rows, and write the sums to their rows, with what is added and done to them."""
+        rows, first, form, collector = partition.divided, partition.first, self.form, self.collector
         assert rows is not None
+        assert first is not None
         assert collector is not None
-        axis = form.row_axis
-        if initial is None and form.bound.epilogue.activation is None:
-            collector(workspace, made, rows, partition, math.prod(output[axis + 1 :]))
-            return
-        sums = torch.empty((rows.shape[0], *workspace.shape[1:]), dtype=workspace.dtype, device=workspace.device)
-        collector(workspace, sums, None, partition, 0)
+        axis, device = form.row_axis, workspace.device
+        sums = torch.empty((rows.shape[0], *workspace.shape[1:]), dtype=workspace.dtype, device=device)
+        cells = math.prod(workspace.shape[1:])
+        collector(workspace, sums, torch.arange(rows.shape[0], device=device), first, cells, cells, 0)
         if initial is not None:
             sums = sums + initial.expand(output).movedim(axis, 0).index_select(0, rows)
         sums = form.bound.epilogue.activated(sums)
@@ -400,39 +407,31 @@ class _Collector:
         self.launchers: dict[object, Launcher] = {}
 
     def __call__(
-        self, workspace: Tensor, output: Tensor, rows: Tensor | None, partition: RowPartition, inner: int
+        self, workspace: Tensor, output: Tensor, rows: Tensor, first: Tensor, cells: int, inner: int, step: int
     ) -> None:
         """Write the sums to their rows of the output.
 
         Args:
             workspace: the parts.
             output: what is written.
-            rows: the rows; `None`: as many as there are, side by side.
-            partition: the division of rows.
+            rows: the rows.
+            first: the slot of the first part of each, and the number of slots.
+            cells: of a row.
             inner: cells of the output's axes behind its rows.
+            step: cells of the output from one index of the axes before its rows to the next.
         """
-        first = partition.first
-        assert first is not None
-        count = first.shape[0] - 1
-        cells = workspace.numel() // workspace.shape[0]
-        step = output.numel() // max(1, cells) * inner
-        if rows is None:
-            rows, inner, step = torch.arange(count, device=workspace.device), cells, 0
+        count = rows.shape[0]
         if count and cells:
             block = block_of(cells)
-            launch = self._launch(cells, block, output)
+            key = (block, output.dtype, output.device)
+            launch = self.launchers.get(key)
+            if launch is None:
+                pointers = (dtype_of(self.accumulator).pointer, dtype_of(output.dtype).pointer, "*i64", "*i64")
+                types = (*pointers, None, None, None)
+                launch = self.launchers[key] = launcher(self.source(cells), types, (), output.device, self.wide)
             launch([workspace, output, rows, first, cells, inner, step], count * -(-cells // block))
 
     def source(self, cells: int) -> Source:
         """The kernel for rows of so many cells."""
         text = write_collection(cells, self.accumulator)
         return Source(text, (), Const(0), {}, Schedule(warps=2), self.accumulator, True)
-
-    def _launch(self, cells: int, block: int, output: Tensor) -> Launcher:
-        key = (block, output.dtype, output.device)
-        launch = self.launchers.get(key)
-        if launch is None:
-            pointers = (dtype_of(self.accumulator).pointer, dtype_of(output.dtype).pointer, "*i64", "*i64")
-            types = (*pointers, None, None, None)
-            launch = self.launchers[key] = launcher(self.source(cells), types, (), output.device, self.wide)
-        return launch

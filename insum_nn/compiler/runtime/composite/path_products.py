@@ -252,7 +252,12 @@ class PathProducts:
             self._run(count, tensors, found)
             return found
         # What is read by rows is widened a range at a time.
-        flat = [t.reshape(-1).to(wide) if self.gathered[n] is None else _flat(t) for n, t in enumerate(tensors)]
+        flat = list(tensors)
+        for n, tensor in enumerate(tensors):
+            if self.gathered[n] is None:
+                flat[n] = tensor.reshape(-1).to(wide)
+            elif tensor.ndim != 2:
+                flat[n] = _flat(tensor)
 
         def places(rows: str, start: int, own: int) -> Tensor:
             """The rows of a range of samples."""

@@ -145,7 +145,10 @@ def keep_where(present: Tensor, gathered: Tensor) -> Tensor:
     if present.shape == gathered.shape:
         # To look up the missing ones takes longer than to write all.
         return gathered.masked_fill_(present.logical_not(), 0)
-    axes = [axis for axis, extent in enumerate(present.shape) if extent != 1]
+    axes: list[int] = []
+    for axis, extent in enumerate(present.shape):
+        if extent != 1:
+            axes.append(axis)
     missing = present.logical_not().squeeze().nonzero(as_tuple=True) if axes else None
     if missing is None:
         return gathered if bool(present) else gathered.zero_()
