@@ -200,24 +200,35 @@ class UnsizedKernel:
                 f"whole = {whole}",
                 f"made = ({empty}) if whole else kernel.memory(initial, output, device, False)",
             ]
-        if self.strides.split:
-            cells, inner, memory = self._cells(covered)
-            lines += [f"workspace = {memory}"]
+        workspace, adding = self._dividing(covered)
+        lines += workspace
         if any(argument.kind == "rows" for argument in (*source.arguments, *source.sizes.values())):
             lines += ["rows = partition.rows"]
         lines += [*numbers.lines, f"grid = {numbers.grid}"]
         lines += [f"t{place} = {text}" for place, text in tensors.items()]
         lines += self._launching(tensors)
-        if self.strides.split:
-            alone = "initial is None" if self.form.bound.epilogue.activation is None else "False"
-            lines += [f"if partition.slots and {alone}:"]
-            step = f"output[{self.form.row_axis}] * {inner}"
-            rows = "partition.divided, partition.first"
-            lines += [f"    kernel.collector(workspace, made, {rows}, {cells}, {inner}, {step})"]
-            lines += ["elif partition.slots:", "    kernel.add_divided(made, workspace, initial, partition, output)"]
+        lines += adding
         if whole == "True" and not splits:
             return [*lines, "return made"]
         return [*lines, "return made if whole else kernel.finished(made, initial)"]
+
+    def _dividing(self, covered: str) -> tuple[list[str], list[str]]:
+        """Return the lines that make memory for the parts of divided rows, and those that add these up."""
+        if not self.strides.split:
+            return [], []
+        axis, rank = self.form.row_axis, len(self.form.bound.layout.output_places)
+        behind = [f"output[{at}]" for at in range(axis + 1, rank)]
+        others = [f"output[{at}]" for at in range(axis)] + behind
+        made = f"{''.join(f'{each}, ' for each in others)}), dtype={self.source.accumulator}, device=device)"
+        cells, inner = " * ".join(others) or "1", " * ".join(behind) or "1"
+        alone = "initial is None" if self.form.bound.epilogue.activation is None else "False"
+        rows = f"partition.divided, partition.first, {cells}, {inner}, output[{axis}] * {inner}"
+        return [f"workspace = (torch.empty if {covered} else torch.zeros)((partition.slots, {made}"], [
+            f"if partition.slots and {alone}:",
+            f"    kernel.collector(workspace, made, {rows})",
+            "elif partition.slots:",
+            "    kernel.add_divided(made, workspace, initial, partition, output)",
+        ]
 
     def _launching(self, tensors: Mapping[int, str]) -> list[str]:
         """The lines that launch: on machine code for aligned pointers on the current device, where it is loaded."""
@@ -294,16 +305,6 @@ class UnsizedKernel:
             shape = (tensors[each.place].shape[each.axis], *each.shape)
             made.append(make(shape, dtype=self.dtype, device=tensors[0].device))
         return made
-
-    def _cells(self, covered: str) -> tuple[str, str, str]:
-        """Return the cells of an output row, those of the axes behind it, and memory for the parts of divided rows."""
-        axis, rank = self.form.row_axis, len(self.form.bound.layout.output_places)
-        behind = [f"output[{at}]" for at in range(axis + 1, rank)]
-        others = [f"output[{at}]" for at in range(axis)] + behind
-        shape = f"(partition.slots, {''.join(f'{each}, ' for each in others)})"
-        made = f"{shape}, dtype={self.source.accumulator}, device=device"
-        memory = f"(torch.empty if {covered} else torch.zeros)({made})"
-        return " * ".join(others) or "1", " * ".join(behind) or "1", memory
 
     def add_divided(
         self, made: Tensor, workspace: Tensor, initial: Tensor | None, partition: RowPartition, output: tuple[int, ...]

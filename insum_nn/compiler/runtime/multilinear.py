@@ -78,7 +78,7 @@ class BoundSums(ABC):
     ) -> Tensor:
         """Compute a tensor, as `Multilinear` says."""
         bound, read, shape, key = self.call(requested, operands, made)
-        initial = _in_axes(initial, shape)
+        initial = initial if initial is None else _in_axes(initial, shape)
         if key is None:
             return self.result(requested, bound.run_plain(read, shape, initial))
         written = bound(*read, out_shape=shape, initial=initial, key=(key, initial is None))
