@@ -45,9 +45,13 @@ class StatementLayer:
             lines += [f"{kind}:" if texts else kind, *(f"  {text}" for text in texts)]
         return "\n  ".join(lines)
 
+    def _program(self) -> Any:
+        """Return the program of the first statement."""
+        raise NotImplementedError
+
 
 class ExplainedLayer(StatementLayer):
-    """One that takes a single input."""
+    """One that explains a call with an input."""
 
     def explain(self, input: Any = None, *, measure: bool = False) -> Any:
         """Explain how the layer's statement runs; see `Program.explain`.
@@ -60,10 +64,6 @@ class ExplainedLayer(StatementLayer):
             The compiler's `Explanation`.
         """
         return self._program().explain() if input is None else self._explain_call(input, measure=measure)
-
-    def _program(self) -> Any:
-        """Return the program of the first statement."""
-        raise NotImplementedError
 
     def _explain_call(self, input: Any, *, measure: bool) -> Any:
         """Explain how the statement runs on an input."""

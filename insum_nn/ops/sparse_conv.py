@@ -8,7 +8,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, built_program, by_table, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
-from insum_nn.facts import NamedFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.faults import Faults
 from insum_nn.ops.sparse_conv_table import (
     repeated_conv,
@@ -22,6 +22,7 @@ from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import TABLE_FACTS
 
 __all__ = [
+    "ROW_FACTS",
     "SPARSE_CONV",
     "SPARSE_CONV_GROUPS",
     "SPARSE_CONV_POINTWISE",
@@ -40,6 +41,13 @@ SPARSE_CONV = "Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]"
 SPARSE_CONV_GROUPS = "Out[OutIdx[g,q],h,d] += In[InIdx[g,q],h,c] * W[Off[g],h,c,d]"
 SPARSE_CONV_POINTWISE = "Out[p,d] += In[p,c] * W[c,d]"
 SPARSE_CONV_POINTWISE_GROUPS = "Out[p,h,d] += In[p,h,c] * W[h,c,d]"
+
+# Entries of proven coordinates, and places among distinct voxels, point inside, and none is missing.
+ROW_FACTS = NamedFacts(
+    Batch=IndexFacts(masked=False, proven=True),
+    Cell=IndexFacts(masked=False, proven=True, unique=True),
+    Row=IndexFacts(masked=False, proven=True),
+)
 
 
 def sparse_conv_expression(
@@ -187,8 +195,8 @@ def _call(
 
 
 def map_program(expression: str, options: Options) -> Program:
-    """Return the compiled statement, with what a kernel map guarantees of its index tensors."""
-    known = {**FACTS, **TABLE_FACTS}
+    """Return a statement over voxels compiled, with what maps and proven voxels guarantee of its index tensors."""
+    known = {**FACTS, **TABLE_FACTS, **ROW_FACTS}
     return built_program(expression, NamedFacts((x, f) for x, f in known.items() if f"{x}[" in expression), options)
 
 

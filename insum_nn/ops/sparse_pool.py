@@ -9,8 +9,7 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
-from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.sparse_conv import check_features
+from insum_nn.ops.sparse_conv import ROW_FACTS, check_features
 from insum_nn.ops.statements import run
 from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map import FACTS, KernelMap
@@ -36,13 +35,6 @@ SPARSE_GLOBAL_MAX_POOL = "Out[Batch[p],c] max= In[p,c]"
 SPARSE_GLOBAL_AVG_POOL = "Out[Batch[p],c] += Inv[Batch[p]] * In[p,c]"
 SPARSE_TO_DENSE = "Out[Cell[p],c] += In[p,c]"
 SPARSE_SUM = "Out[Row[p],c] += In[p,c]"
-
-# Entries of proven coordinates, and places among distinct voxels, point inside, and none is missing.
-_ROW_FACTS = NamedFacts(
-    Batch=IndexFacts(masked=False, proven=True),
-    Cell=IndexFacts(masked=False, proven=True, unique=True),
-    Row=IndexFacts(masked=False, proven=True),
-)
 
 
 def _read(sites: Coordinates, options: Options) -> Coordinates:
@@ -111,7 +103,7 @@ def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Opt
     check_features("sparse_global_max_pool", features, sites.num_sites, sites.device)
     sites = _read(sites, options)
     named = {"In": features, "Batch": sites.columns[0]}
-    return run(SPARSE_GLOBAL_MAX_POOL, _ROW_FACTS, named, options, (sites.batch_size, None))
+    return run(SPARSE_GLOBAL_MAX_POOL, ROW_FACTS, named, options, (sites.batch_size, None))
 
 
 def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
@@ -134,7 +126,7 @@ def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Opt
     wide = torch.promote_types(features.dtype, torch.float32)
     # One over a cloud's voxels may be subnormal in float16, with few bits left, so the products are taken in float32.
     named = {"In": features.to(wide), "Inv": 1 / counts.to(wide).clamp(min=1), "Batch": batch}
-    return run(SPARSE_GLOBAL_AVG_POOL, _ROW_FACTS, named, options, (sites.batch_size, None)).to(features.dtype)
+    return run(SPARSE_GLOBAL_AVG_POOL, ROW_FACTS, named, options, (sites.batch_size, None)).to(features.dtype)
 
 
 def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
@@ -159,7 +151,7 @@ def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = 
     total = sites.batch_size
     for extent in sites.spatial_shape:
         total *= extent
-    grid = run(SPARSE_TO_DENSE, _ROW_FACTS, {"In": features, "Cell": cells}, options, (total, None))
+    grid = run(SPARSE_TO_DENSE, ROW_FACTS, {"In": features, "Cell": cells}, options, (total, None))
     return grid.reshape(*sites.extents, features.shape[1])
 
 
@@ -196,5 +188,5 @@ def sparse_sum(
     merged, place = unique_sites(columns, sites[0].extents)
     indices = torch.stack(merged, dim=1).to(sites[0].indices.dtype)
     stacked = torch.cat(tuple(features))
-    total = run(SPARSE_SUM, _ROW_FACTS, {"In": stacked, "Row": place}, options, (indices.shape[0], None))
+    total = run(SPARSE_SUM, ROW_FACTS, {"In": stacked, "Row": place}, options, (indices.shape[0], None))
     return total, indices

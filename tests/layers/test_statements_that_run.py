@@ -114,6 +114,21 @@ def test_statements_of_forward_are_printed(name: str, device: torch.device, monk
     assert set(ran) <= printed
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name for name in LAYERS if name.startswith(("Sparse", "SubM", "ToDense", "AddTable", "Block", "Pruned"))],
+)
+def test_the_program_that_runs_is_explained(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """Also without an input."""
+    made = LAYERS[name].module().to(device).eval()
+    inputs = [t.to(device) for t in LAYERS[name].inputs(5)]
+    layer: Any = made.get_submodule("layer")
+    if isinstance(layer, layers.SparseSequential):
+        layer = layer[-1]
+    ran = specs_of(monkeypatch, lambda: made(*inputs))
+    assert layer._program().spec == ran[-1]
+
+
 # `right` is a product of its own; `AddTableMisaligned` reads which voxels its inputs share, which no graph can.
 TRACED = [name for name in LAYERS if name != "AddTableMisaligned" and not name.endswith(".right")]
 
@@ -197,15 +212,20 @@ def test_transposed_samples_are_printed_and_explained_where_they_are_read(monkey
 
 def ran_by(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[str]:
     """The statements that a call without gradients runs, in order."""
-    ran: list[str] = []
+    return [spec.expression for spec in specs_of(monkeypatch, call)]
+
+
+def specs_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[Spec]:
+    """The programs of a call without gradients, in order."""
+    ran: list[Spec] = []
     prepare, inline = dispatch.prepare, autograd.inline
 
     def recorded(spec: Spec, *rest: Any) -> Any:
-        ran.append(spec.expression)
+        ran.append(spec)
         return prepare(spec, *rest)
 
     def written(spec: Spec, *rest: Any) -> Any:
-        ran.append(spec.expression)
+        ran.append(spec)
         return inline(spec, *rest)
 
     clear_cache()

@@ -10,7 +10,7 @@ from torch import nn
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
-from insum_nn.layers.statement_layer import ExplainedLayer
+from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
 from insum_nn.ops.sparse_conv import map_program
 from insum_nn.structure.coordinates import Coordinates
@@ -62,13 +62,17 @@ class SparseModule(Unscriptable, nn.Module):
         self._sparse_unique_name = ""
 
 
-class StatementModule(ExplainedLayer, SparseModule):
+class StatementModule(StatementLayer, SparseModule):
     """A module over sparse tensors that runs a statement."""
 
     options: Options = DEFAULT
 
     def _program(self) -> Any:
         return map_program(self._statements()[0], self.options)
+
+    def explain(self) -> Any:
+        """Explain how the layer's statement runs; see `Program.explain`."""
+        return self._program().explain()
 
 
 def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) -> list[int]:

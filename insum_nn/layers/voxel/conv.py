@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.layers.voxel.base import VOXEL_COUNT, IntOrInts, StatementModule
 from insum_nn.layers.voxel.conv_base import SparseConvolutionBase, activation_name
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
@@ -46,7 +47,7 @@ _VERSION_BY_SHAPE = 2
 _BY_PAIRS = "in graphs that torch records, under transforms, and for tables of more than 2^28 entries"
 
 
-class SparseConvolution(SparseConvolutionBase, StatementModule):
+class SparseConvolution(SparseConvolutionBase, ExplainedLayer, StatementModule):
     """A convolution over the active voxels of a `SparseConvTensor`; base of all kinds.
 
         Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]     on a CPU
