@@ -256,7 +256,10 @@ class KernelMap:
         return order_by_mask(self._neighbours() if rows is None else rows)
 
     def output_counts(self, dtype: torch.dtype) -> Tensor:
-        """Return the number of pairs of each output voxel, (m,); at least one, except in submanifold maps."""
+        """Return the number of pairs of each output voxel, (m,); at least one, except in submanifold maps.
+
+        Of each input voxel: `map.inverse.output_counts`.
+        """
         counts = self._cache.get(("output_counts", self.inverted))
         if counts is None:
             with plain_tensors(self.inputs.indices):
