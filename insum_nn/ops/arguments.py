@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ def require_format(
     recommended: type[SparseFormat] = GroupCOO,
 ) -> None:
     """Raise unless `value` is a format for which an operator has an expression; the error recommends one of them."""
-    if isinstance(value, kinds):
+    # By identity first: formats are abstract base classes, of which `isinstance` takes longer.
+    if type(value) in kinds or isinstance(value, kinds):
         return
     names = ", ".join(kind.__name__ for kind in kinds)
     if isinstance(value, Tensor):
@@ -94,10 +95,10 @@ def matrix_layout(matrix: SparseFormat, caller: str, argument: str) -> str:
             argument=argument,
             got=matrix.shape,
         )
-    name = next(kind.__name__ for kind in FORMATS if isinstance(matrix, kind))
-    if isinstance(matrix, ELL | GroupCOO):
-        return f"{name} along {('rows', 'columns')[matrix.group_dim]}"
-    return name
+    kind = type(matrix) if type(matrix) in FORMATS else next(kind for kind in FORMATS if isinstance(matrix, kind))
+    if kind in (ELL, GroupCOO):
+        return f"{kind.__name__} along {('rows', 'columns')[cast('ELL | GroupCOO', matrix).group_dim]}"
+    return kind.__name__
 
 
 def subscripts(tensor: SparseFormat) -> tuple[str, ...]:
@@ -136,7 +137,7 @@ def named_tensors(caller: str, expression: str, matrix: SparseFormat, operands: 
         InsumError: the first fault; its text lists the others.
     """
     named = dict(matrix.tensors)
-    if under_autocast(matrix.device):
+    if (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()) and under_autocast(matrix.device):
         named["Val"] = to_autocast(matrix.values)
         operands = [o._replace(tensor=to_autocast(o.tensor)) for o in operands]
     values = named["Val"]
