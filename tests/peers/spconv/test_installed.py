@@ -339,6 +339,22 @@ ops_names = [
 ]
 
 
+def test_a_sum_takes_the_activation_of_the_layer(theirs):
+    """On the CPU spconv activates no convolution; the layer's activation is then applied to the sum alone."""
+    relu = importlib.import_module("cumm.tensorview").gemm.Activation.ReLU
+    features, indices = cloud(4)
+    results = []
+    state: dict[str, torch.Tensor] = {}
+    for package in (theirs, ours):
+        layer = package.conv.SparseConvolution(3, 4, 4, 3, subm=True, bias=False, act_type=relu).eval()
+        state = state or layer.state_dict()
+        layer.load_state_dict(state)
+        x = package.SparseConvTensor(features, indices, SHAPE, 2)
+        results.append(layer._conv_forward(False, x, layer.weight, None, add_input=x).features.detach())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    assert results[0].min() == 0
+
+
 def test_representations(theirs):
     for kind, arguments, named in (
         ("SubMConv3d", (4, 8, 3), {"padding": 1, "bias": False, "indice_key": "a"}),
