@@ -6,9 +6,12 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import insum_nn
 from insum_nn.compiler.runtime.library import library_calls
+from insum_nn.facts import IndexFacts
 
 NAN, INF = float("nan"), float("inf")
 ROW = torch.tensor([0, 0, 1, -1])
@@ -135,6 +138,40 @@ def test_entries_with_several_subscripts(name, missing):
     torch.testing.assert_close(program(**tensors, **{text[: text.index("[")]: initial}), initial + out)
     code = program.explain(**tensors).torch_code
     assert ("sampled_product" if "sampled" in name else "csr_product") in code
+
+
+@pytest.mark.parametrize("name", [name for name in ADDRESSED if "sampled" not in name])
+@pytest.mark.parametrize("missing", [False, True], ids=["whole", "missing"])
+def test_recorded_products_are_sums_of_bags(name, missing):
+    text, shape = ADDRESSED[name]
+    program = insum_nn.compile(text, out_shape=shape)
+    names = program.spec.layout.tensors
+
+    def run(*tensors):
+        factors = [tensor for tensor in tensors if tensor.is_floating_point()]
+        out = program(tensors=dict(zip(names, tensors, strict=True)))
+        return out, *torch.autograd.grad(out.square().sum(), factors)
+
+    def drawn(seed):
+        given = read_by(program, operands(seed, missing=missing)).values()
+        return [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in given]
+
+    recorded = make_fx(dispatch_functionalize(run), tracing_mode="symbolic", _allow_non_fake_inputs=True)(*drawn(0))
+    assert "aten._embedding_bag" in str(recorded.graph)
+    for seed in range(3):
+        torch.testing.assert_close(recorded(*drawn(seed)), run(*drawn(seed)))
+
+
+@pytest.mark.parametrize(("rows", "entries", "width"), [(3, 0, 4), (0, 0, 4), (4, 5, 0), (1, 1, 1)])
+@pytest.mark.parametrize("ascending", [False, True])
+def test_recorded_products_of_nothing(rows, entries, width, ascending):
+    facts = {"Row": IndexFacts(sorted=ascending, masked=False, proven=True)}
+    program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", facts=facts, out_shape=(rows, width))
+    row = torch.zeros(entries, dtype=torch.int64)
+    tensors = {"Row": row, "Col": row, "Val": torch.ones(entries), "B": torch.ones(rows, width)}
+    functional = dispatch_functionalize(lambda *given: program(tensors=dict(zip(tensors, given, strict=True))))
+    recorded = make_fx(functional, _allow_non_fake_inputs=True)(*tensors.values())
+    torch.testing.assert_close(recorded(*tensors.values()), program(**tensors))
 
 
 @pytest.mark.parametrize(

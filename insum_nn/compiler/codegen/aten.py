@@ -161,14 +161,17 @@ class _StepWriter(ExtremumWriter):
             held = self.operand(values[0])
             value = self.method("expand", self.align(held.node, held.labels, over), self.shape(over))
         matrix = self.rows_of(dense, columns, labels)
-        node = self.call(
-            library_calls.csr_product,
+        arguments = (
             value,
             [self.entry_index(store.subscripts[axis], self.size(store.buffer.shape[axis]), over) for axis in rows],
             self.entry_indices(dense, columns, over),
             self.shape(over),
             matrix,
         )
+        if self.compiled:
+            node = self.call(library_calls.bag_product, *arguments, _ascends(store.subscripts[rows[0]], over))
+        else:
+            node = self.call(library_calls.csr_product, *arguments)
         if len(labels) != 1:
             node = self.method("unflatten", node, 1, self.shape(labels))
         if len(rows) != 1:
@@ -214,3 +217,9 @@ class _StepWriter(ExtremumWriter):
             return None, (over.index(atom.name),)
         assert isinstance(atom, Load)
         return self.tensors[atom.buffer], tuple(over.index(label) for label in plain_labels(atom.subscripts))
+
+
+def _ascends(row: Expr, over: Labels) -> bool:
+    """Whether an entry's row ascends over the grid of entries."""
+    sorted_ = isinstance(row, Load) and row.buffer.facts.sorted
+    return sorted_ and plain_labels(row.subscripts) == over[:1]

@@ -56,7 +56,7 @@ class SparseMatch:
 def match_csr_product(cut: Cut) -> list[GraphNode] | None:
     """The steps of `Out[Row[e],n] += Val[e] * B[Col[e],n]` by torch's CSR product; `None`: it is none."""
     target = cut.target
-    if target.compiled or target.device != "cpu" or not dtype_of(cut.dtype).has_sparse_products or not target.csr:
+    if target.device != "cpu" or not dtype_of(cut.dtype).has_sparse_products or not target.csr:
         return None
     store = store_of(cut.kernel)
     reads, number = factors_of(store.value)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from insum_nn.tensor_cache import TensorCache
 
-__all__ = ["EntryIndex", "clear_structures", "csr_product", "keep_where", "sampled_product", "zero_where_missing"]
+__all__ = ["EntryIndex", "bag_product", "clear_structures", "csr_product", "keep_where", "sampled_product", "zero_where_missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,42 @@ def csr_product(
         structure.crow, structure.col, values, (num_rows, dense.shape[0]), check_invariants=False
     )
     return torch.mm(matrix, dense.contiguous())
+
+
+def bag_product(
+    value: Tensor | None,
+    rows: Sequence[EntryIndex],
+    columns: Sequence[EntryIndex],
+    shape: Sequence[int],
+    dense: Tensor,
+    ascending: bool,
+) -> Tensor:
+    """`csr_product` by torch's operators alone, in graphs that torch records: each row is a bag of `embedding_bag`.
+
+    Args:
+        value: this and all to `dense` as in `csr_product`.
+        rows: sorted in the graph, where they do not ascend.
+        columns: as there.
+        shape: as there.
+        dense: as there.
+        ascending: rows ascend over the grid, and none is missing.
+    """
+    row, col = (_over_grid(parts, tuple(shape), dense.device) for parts in (rows, columns))
+    value = None if value is None else value.reshape(-1)
+    masked = any(masked for *_, masked in (*rows, *columns))
+    if masked:
+        # Of several indices that select together, a missing one may make any negative number.
+        row, col = torch.where(col < 0, -1, row.clamp(min=-1)), col.clamp(min=0)
+    if masked or not ascending:
+        row, order = row.sort(stable=True)
+        col = col.index_select(0, order)
+        value = None if value is None else value.index_select(0, order)
+    # Entries that are left out are a bag of their own, before those of all rows.
+    extent = math.prod(extent for _, _, extent, _ in rows)
+    bags = torch.arange(-1 if masked else 0, extent, dtype=row.dtype, device=row.device)
+    begins = torch.searchsorted(row, bags).to(col.dtype)
+    out = torch.ops.aten._embedding_bag(dense, col, begins, False, 0, False, value)[0]
+    return out[1:] if masked else out
 
 
 def sampled_product(

@@ -55,7 +55,9 @@ class Library:
         return next((name for name, letter in self.names.indices.items() if letter == self.made.pieces), None)
 
 
-def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compiled: bool) -> Library:
+def library_calls_of(
+    bound: Bound, extents: Extents, options: Options, *, compiled: bool, bags: bool = False
+) -> Library:
     """Write a statement as library calls.
 
     Args:
@@ -63,13 +65,14 @@ def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compil
         extents: sizes of a call, by which the order of the products is chosen.
         options: compile options.
         compiled: for Inductor.
+        bags: products with sparse matrices are sums of bags, which have first derivatives only.
     """
     names = Names(bound.statement)
     sizes = {names.indices[name]: size for name, size in zip(bound.layout.indices, extents.indices, strict=True)}
     target = Target(
         bound.device_type,
         compiled,
-        csr=torch.backends.mkl.is_available(),
+        csr=bags or (torch.backends.mkl.is_available() and not compiled),
         search=options.order == "cost",
         deterministic=options.deterministic,
     )

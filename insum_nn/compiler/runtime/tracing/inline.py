@@ -191,9 +191,10 @@ def _run(
         result = inline_kernel(canonical(bound), tensors, initial, extents, options, tables, row_begins)
         if result is not None:
             return result
-    own = canonical(replace(bound, facts=tuple(IndexFacts(masked=facts.masked) for facts in bound.facts)))
+    own = canonical(replace(bound, facts=tuple(IndexFacts(sorted=facts.sorted, masked=facts.masked) for facts in bound.facts)))
     hints = tuple(_magnitude(_hint(extent)) for extent in extents.indices)
-    library = _library(own, hints, options)
+    # Where make_fx alone records, a graph may be differentiated again, to any order.
+    library = _library(own, hints, options, is_functional(tensors))
     indices, axes = extent_arguments(own)
     names = own.layout.indices
     integers = [*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes)]
@@ -206,5 +207,5 @@ def _magnitude(extent: int) -> int:
 
 
 @lru_cache(maxsize=512)
-def _library(bound: Bound, hints: tuple[int, ...], options: Options) -> Library:
-    return library_calls_of(bound, Extents(hints, ()), options, compiled=True)
+def _library(bound: Bound, hints: tuple[int, ...], options: Options, bags: bool) -> Library:
+    return library_calls_of(bound, Extents(hints, ()), options, compiled=True, bags=bags)
