@@ -14,7 +14,15 @@ from torch import Tensor
 
 from insum_nn.tensor_cache import TensorCache
 
-__all__ = ["EntryIndex", "bag_product", "clear_structures", "csr_product", "keep_where", "sampled_product", "zero_where_missing"]
+__all__ = [
+    "EntryIndex",
+    "bag_product",
+    "clear_structures",
+    "csr_product",
+    "keep_where",
+    "sampled_product",
+    "zero_where_missing",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,9 @@ def _run(
         result = inline_kernel(canonical(bound), tensors, initial, extents, options, tables, row_begins)
         if result is not None:
             return result
-    own = canonical(replace(bound, facts=tuple(IndexFacts(sorted=facts.sorted, masked=facts.masked) for facts in bound.facts)))
+    own = canonical(
+        replace(bound, facts=tuple(IndexFacts(sorted=facts.sorted, masked=facts.masked) for facts in bound.facts))
+    )
     hints = tuple(_magnitude(_hint(extent)) for extent in extents.indices)
     # Where make_fx alone records, a graph may be differentiated again, to any order.
     library = _library(own, hints, options, is_functional(tensors))
