@@ -52,9 +52,11 @@ def first_steps(entries: Sequence[FirstStep], device: str) -> str:
     times = {name: pair for name, pair in networks.items() if pair is not None}
     empty = _joined([f"{_shown(cold)} s for {name}" for name, (cold, _) in times.items()])
     full = _joined([f"{_shown(warm)} s" for _, warm in times.values()])
+    layers = _of_layers(entries, "cold")
+    single = f" A single layer took {_interval(layers)} s." if layers else ""
     return _wrapped(
         f"**The first step** compiles kernels and keeps them on disk. On an {_short(device)} it took {empty}; in the"
-        f" next process {full}. [`insum_nn.prepare`](docs/how-to/tune.md#before-the-first-step) compiles beforehand; on"
+        f" next process {full}.{single} [`insum_nn.prepare`](docs/how-to/tune.md#before-the-first-step) compiles beforehand; on"
         " a CPU nothing is compiled. Nothing is timed unless you [ask for it](docs/how-to/tune.md)."
     )
 
