@@ -142,7 +142,8 @@ def readme_table(rows: Sequence[Row]) -> str:
         lines.append([entry.title, *cells, baseline_name(baseline)])
     gpu = next((row.gpu for row in by_case.values()), "GPU")
     when = " to ".join(dict.fromkeys((min(dates), max(dates))))
-    caption = f"One {gpu}, {' and '.join(sorted(versions))}; medians, measured from {when}, [not all at one commit](docs/measurements.md)."
+    software = " and ".join(sorted(versions))
+    caption = f"One {gpu}, {software}; medians, measured from {when}, [not all at one commit](docs/measurements.md)."
     table = markdown(["", "ours", "best baseline", "baseline"], lines)
     return f"{table}\n\n{caption}\n\n{sentences.first_steps(first_steps(DEVICE), gpu)}"
 
