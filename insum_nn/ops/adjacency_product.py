@@ -136,9 +136,9 @@ class _Sums(NamedTuple):
         if requested == "X":
             row, col, begin = own.t_row, own.t_col, own.t_begin
             a = a.index_select(0, own.order) if self.learned else own.t_value.to(b.dtype)
-        named = {"Row": row, "Col": col.unsqueeze(1), "Val": a.unsqueeze(1), "B": b}
+        named = {"Row": row, "Col": col.unsqueeze(1), "Val": a.unsqueeze(1), "X": b}
         if initial is not None:
-            named["C"] = initial
+            named["Out"] = initial
         program, shape = built_program(CARRY, _FACTS, self.options), (own.num_nodes, None)
         result = inline_by_rows(program.spec, named, "Row", begin, shape)
         return program(tensors=named, out_shape=shape) if result is None else result

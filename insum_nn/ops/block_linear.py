@@ -115,6 +115,8 @@ def block_linear_stored(
 
         Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]
         Y[n,Row[g],a] += W[Slot[g,q],a,b] * X[n,Col[g,q],b]         with groups of blocks that share their row
+        T[c,n] += X[n,c]
+        Y[n,Row[p],a] += W[p,a,b] * X[Col[p],b,n]                   on `T`, for many samples on a GPU
 
     Args:
         input: as for `block_linear`.
@@ -132,7 +134,7 @@ def block_linear_stored(
     return _apply(input, weight, index, form, BLOCK_LINEAR_FACTS[form], shape, bias, options, stored=True)
 
 
-class _Call(NamedTuple):
+class _Operands(NamedTuple):
     """What a call reads, and which statement it runs.
 
     Attributes:
@@ -160,7 +162,7 @@ class _Call(NamedTuple):
         return named
 
 
-def _call(
+def _operands(
     input: Tensor,
     weight: Tensor,
     shape: tuple[int, ...],
@@ -168,7 +170,7 @@ def _call(
     options: Options,
     *,
     stored: bool,
-) -> _Call:
+) -> _Operands:
     """Check a call and choose its statement; `stored`: a layer's single blocks, which another statement reads too."""
     _check(input, weight, shape, bias)
     (m, k), block = shape, static_shape(weight)[-2:]
@@ -185,7 +187,7 @@ def _call(
             x, weight = source, values
     # As the sum's initial value, the bias spares a pass over the output.
     starts = bias is not None and rows * a == m and x.dtype == weight.dtype == bias.dtype
-    return _Call(x, weight, bias if starts else None, grid, block, columns)
+    return _Operands(x, weight, bias if starts else None, grid, block, columns)
 
 
 def _apply(
@@ -200,7 +202,7 @@ def _apply(
     *,
     stored: bool = False,
 ) -> Tensor:
-    call = _call(input, weight, shape, bias, options, stored=stored and form == "BlockCOO")
+    call = _operands(input, weight, shape, bias, options, stored=stored and form == "BlockCOO")
     if call.columns:
         product = BlockColumns(index["Row"], index["Col"], call.grid, options)
         result = product(call.samples, call.weight, call.initial)
@@ -272,7 +274,7 @@ def explain_block_linear(
 ) -> Explanation:
     """Explain how the statement of `block_linear_stored` runs; the arguments are the same."""
     form = "slots" if "Slot" in index else "BlockCOO"
-    call = _call(input, weight, shape, bias, options, stored=form == "BlockCOO")
+    call = _operands(input, weight, shape, bias, options, stored=form == "BlockCOO")
     if call.columns:
         product = built_program(COLUMNS["Y"], COLUMNS_FACTS, options)
         columns = BlockColumns(index["Row"], index["Col"], call.grid, options).operands_of(call.samples, call.weight)

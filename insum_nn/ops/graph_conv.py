@@ -207,9 +207,9 @@ def explain_product(
 ) -> Explanation:
     """Explain how a product with the matrix of a graph runs."""
     grouped = graph.by_row
-    named = {**grouped.matrix.tensors, "Val": grouped.spread(values.detach()), "B": x.detach()}
+    named = {**grouped.matrix.tensors, "Val": grouped.spread(values.detach()), "X": x.detach()}
     if bias is not None and bias.dtype == x.dtype:
-        named["C"] = bias.detach()
+        named["Out"] = bias.detach()
     carry = built_program(CARRY, grouped.matrix.facts, fixed_order(options))
     return carry.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
 

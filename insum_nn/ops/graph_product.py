@@ -19,12 +19,10 @@ from torch import Tensor
 from insum_nn.compiler.api import BoundProgram, BoundSums, multilinear
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.ops.graph_matrix import GraphMatrix
-from insum_nn.ops.spmm import SPMM
 
 __all__ = ["CARRY", "COMPARE", "OPERANDS", "fixed_order", "graph_compare", "graph_product"]
 
-# C[Row[g],n] += Val[g,q] * B[Col[g,q],n]: a graph's matrix is grouped along the rows of the product (`GraphMatrix`).
-CARRY = SPMM["GroupCOO along rows"]
+CARRY = "Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]"
 COMPARE = "W[g,q] += A[Row[g],n] * B[Col[g,q],n]"
 OPERANDS = MappingProxyType({"Out": ("Val", "X"), "X": ("Val", "Out"), "Val": ("Out", "X")})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, built_program, by_table, takes_table
+from insum_nn.compiler.api import Program, built_program, by_table, compile, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -19,7 +19,7 @@ from insum_nn.ops.sparse_conv_table import (
 )
 from insum_nn.ops.statements import run, to_autocast
 from insum_nn.structure.kernel_map import FACTS, KernelMap
-from insum_nn.structure.kernel_map.tables import TABLE_FACTS
+from insum_nn.structure.kernel_map.tables import MOST_ENTRIES, TABLE_FACTS
 
 __all__ = [
     "ROW_FACTS",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # A statement, its tensors by name, and the shape of its output.
-_Call = tuple[str, dict[str, Tensor], tuple[int | None, ...]]
+_Statement = tuple[str, dict[str, Tensor], tuple[int | None, ...]]
 
 SPARSE_CONV = "Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]"
 SPARSE_CONV_GROUPS = "Out[OutIdx[g,q],h,d] += In[InIdx[g,q],h,c] * W[Off[g],h,c,d]"
@@ -134,7 +134,7 @@ def sparse_conv(
     if table and kernel_map is not None:
         result = table_conv(features, weight, kernel_map, groups, options, initial)
     else:
-        expression, named, shape = _call(features, weight, kernel_map, groups, initial)
+        expression, named, shape = _statement(features, weight, kernel_map, groups, initial)
         result = run(expression, FACTS, named, options, shape)
         if groups > 1:
             result = result.flatten(1)
@@ -149,10 +149,10 @@ def sparse_conv_call(
     *,
     groups: int = 1,
     options: Options = DEFAULT,
-) -> _Call:
+) -> _Statement:
     """Return the statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
     features, weight, initial, table = _chosen(features, weight, kernel_map, bias, groups, options)
-    return _call(features, weight, kernel_map, groups, initial, table=table)
+    return _statement(features, weight, kernel_map, groups, initial, table=table)
 
 
 def _chosen(
@@ -170,10 +170,11 @@ def _chosen(
         # As the sum's initial value it spares a pass over the output.
         initial = bias.unflatten(0, (groups, -1)) if groups > 1 else bias
     entries = None if kernel_map is None else table_entries(kernel_map)
-    return features, weight, initial, entries is not None and takes_table(entries, (features, weight, initial), options)
+    fits = entries is not None and entries <= MOST_ENTRIES
+    return features, weight, initial, fits and takes_table((features, weight, initial), options)
 
 
-def _call(
+def _statement(
     features: Tensor,
     weight: Tensor,
     kernel_map: KernelMap | None,
@@ -181,7 +182,7 @@ def _call(
     initial: Tensor | None,
     *,
     table: bool = False,
-) -> _Call:
+) -> _Statement:
     if table and kernel_map is not None:
         expression, named = table_statement(groups=groups), table_operands(features, weight, kernel_map, groups)
     else:
@@ -196,8 +197,9 @@ def _call(
 
 def map_program(expression: str, options: Options) -> Program:
     """Return a statement over voxels compiled, with what maps and proven voxels guarantee of its index tensors."""
+    read = compile(expression, options=DEFAULT).statement.tensors()
     known = {**FACTS, **TABLE_FACTS, **ROW_FACTS}
-    return built_program(expression, NamedFacts((x, f) for x, f in known.items() if f"{x}[" in expression), options)
+    return built_program(expression, NamedFacts((name, fact) for name, fact in known.items() if name in read), options)
 
 
 def _checked(

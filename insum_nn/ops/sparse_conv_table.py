@@ -39,8 +39,8 @@ from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 __all__ = ["repeated_conv", "table_conv", "table_entries", "table_operands", "table_statement"]
 
 Kind = Literal["Out", "In", "W"]
-# A statement over a map, which takes the two of `_OPERANDS` in their order, and the shape of its output.
-_Call = tuple[BoundProgram, tuple[int | None, ...]]
+# A statement with a map's index tensors bound, which takes the two of `_OPERANDS` in order, and its output's shape.
+_Bound = tuple[BoundProgram, tuple[int | None, ...]]
 
 # For each result, the two tensors that are contracted.
 _OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
@@ -49,14 +49,14 @@ _TEXTS: dict[Kind, str] = {
     "In": "dIn[{input},{h}c] += dOut[{output},{h}d] * W[{h}d,{cell},c]",
     "W": "dW[{h}d,{cell},c] += dOut[{output},{h}d] * In[{input},{h}c]",
 }
-_GROUPS = {"output": "OutIdx[g,q]", "input": "InIdx[g,q]", "cell": "Off[g]"}
+_PAIRS = {"output": "OutIdx[g,q]", "input": "InIdx[g,q]", "cell": "Off[g]"}
 _LIST = {"output": "OutIdx[p]", "input": "InIdx[p]", "cell": "Off[p]"}
 _TABLE = {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"}
 _INVERSE = {"output": "Near[k,i]", "input": "Order[i]", "cell": "k"}
-# Which index tensors of a map a statement reads: its groups, its table (or that of its inverse), or its list of pairs.
-IndexForm = Literal["groups", "table", "list"]
-_SUBSCRIPTS: dict[IndexForm, dict[str, str]] = {"groups": _GROUPS, "table": _TABLE, "list": _LIST}
-_KNOWN: dict[IndexForm, NamedFacts] = {"groups": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
+# Which index tensors of a map a statement reads: grouped pairs, its table (or its inverse's), or the list of pairs.
+IndexForm = Literal["pairs", "table", "list"]
+_SUBSCRIPTS: dict[IndexForm, dict[str, str]] = {"pairs": _PAIRS, "table": _TABLE, "list": _LIST}
+_KNOWN: dict[IndexForm, NamedFacts] = {"pairs": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
 
 _STATEMENTS: dict[tuple[Kind, bool, IndexForm], str] = {
     (kind, grouped, form): text.format(
@@ -161,7 +161,7 @@ class _Kept(NamedTuple):
     """
 
     options: Options
-    calls: dict[tuple[Kind, IndexForm], _Call]
+    calls: dict[tuple[Kind, IndexForm], _Bound]
     checked: set[tuple[object, ...]]
 
 
@@ -185,14 +185,14 @@ class _Conv(BoundSums):
     ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...], None]:
         kind, (a, b) = cast("Kind", requested), operands
         if made is None:
-            bound, shape = self._call(kind, "groups")
+            bound, shape = self._bound(kind, "pairs")
             return bound, self._split(kind, a, b), shape, None
         # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
         if not a.is_contiguous():
             a = a.contiguous()
         if not b.is_contiguous():
             b = b.contiguous()
-        bound, shape = self._call(kind, "list" if kind == "W" and pairs_are_faster(a.dtype) else "table")
+        bound, shape = self._bound(kind, "list" if kind == "W" and pairs_are_faster(a.dtype) else "table")
         if self.groups > 1:
             return bound, self._split(kind, a, b), shape, None
         # The cells of the weight's kernel as one axis, as the statement reads them.
@@ -208,15 +208,15 @@ class _Conv(BoundSums):
         first, second = _OPERANDS[kind]
         return _split(first, a, self.kernel_map, self.groups), _split(second, b, self.kernel_map, self.groups)
 
-    def _call(self, kind: Kind, form: IndexForm) -> _Call:
+    def _bound(self, kind: Kind, form: IndexForm) -> _Bound:
         calls = self.kept.calls
-        call = calls.get((kind, form))
-        if call is None:
-            call = calls[kind, form] = _call(kind, self.kernel_map, self.groups, self.options, form)
-        return call
+        found = calls.get((kind, form))
+        if found is None:
+            found = calls[kind, form] = _bound(kind, self.kernel_map, self.groups, self.options, form)
+        return found
 
 
-def _call(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form: IndexForm) -> _Call:
+def _bound(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form: IndexForm) -> _Bound:
     rest: tuple[int | None, ...] = (None,) * (1 if groups == 1 else 2)
     if kind == "W":
         shape = (*rest, kernel_map.geometry.volume, None)

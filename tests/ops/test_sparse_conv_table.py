@@ -61,7 +61,7 @@ CASES = [
 def ran(monkeypatch):
     """All devices and backends go by the table; the statements that ran are listed."""
     statements: list[str] = []
-    inner = sparse_conv_table._Conv._call
+    inner = sparse_conv_table._Conv._bound
 
     def watch(*given):
         call = inner(*given)
@@ -69,7 +69,7 @@ def ran(monkeypatch):
         return call
 
     monkeypatch.setattr(statement_choice, "_everywhere", True)
-    monkeypatch.setattr(sparse_conv_table._Conv, "_call", watch)
+    monkeypatch.setattr(sparse_conv_table._Conv, "_bound", watch)
     return statements
 
 
@@ -244,7 +244,7 @@ def test_tables_too_large_leave_the_pairs(ran, monkeypatch):
     features, weight, bias = operands(near.inputs, near.geometry, 1)
     want = sparse_conv(features, weight, near, bias, options=EAGER)
     assert ran == [TABLE]
-    monkeypatch.setattr(statement_choice, "_MOST_ENTRIES", 9 * 20 - 1)
+    monkeypatch.setattr(sys.modules["insum_nn.ops.sparse_conv"], "MOST_ENTRIES", 9 * 20 - 1)
     # What was chosen for a map stays.
     near = build_kernel_map(near.inputs, near.geometry)
     torch.testing.assert_close(sparse_conv(features, weight, near, bias, options=EAGER), want)

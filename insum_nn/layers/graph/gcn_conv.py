@@ -61,7 +61,7 @@ def _renamed(function: Any, name: str) -> Any:
 class GCNConv(peer.GCNConv, StatementLayer):
     """The graph convolution of Kipf and Welling: `torch_geometric.nn.GCNConv`.
 
-        C[Row[g],n] += Val[g,q] * B[Col[g,q],n]        B = X W^T, or X where that is narrower: (A X) W^T = A (X W^T)
+        Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]      of x W^T, or of x where that is narrower: (A x) W^T = A (x W^T)
         Out[Row[p],n] += Val[p] * X[Col[p],n]          the same of an edge list in graphs that torch records
 
     `Val` holds, for each edge, its weight divided by the square roots of the degrees of its two nodes. The matrix and
@@ -106,7 +106,7 @@ class GCNConv(peer.GCNConv, StatementLayer):
     >>> layer
     GCNConv(16, 32)
     >>> layer.expression.splitlines()
-    ['C[Row[g],n] += Val[g,q] * B[Col[g,q],n]', 'Out[Row[p],n] += Val[p] * X[Col[p],n]']
+    ['Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]', 'Out[Row[p],n] += Val[p] * X[Col[p],n]']
     >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
     torch.Size([4, 32])
     """

@@ -56,7 +56,7 @@ _MAX_UNUSED = 0.25
 _POWERS = tuple(1 << bit for bit in range(MASK_BITS))
 # Cells past each row of a table that is written in any order, for what is not to be written; a power of two.
 _SPARE = 1024
-# Entries of the largest table that is built first: past it (1 GiB of int32) the pairs take far less memory.
+# Entries of the largest table: past it (1 GiB of int32, in either direction) the pairs take far less memory.
 MOST_ENTRIES = 1 << 28
 # What the builder guarantees of a table's index tensors. `masked` holds also where every output meets an input at every
 # offset: one program serves the tables of all maps.

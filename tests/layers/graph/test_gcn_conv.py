@@ -390,7 +390,7 @@ def test_explain_statement(weighted: bool):
         assert CARRY in text
         assert "CSR product" in text
         # What the layer adds after its own product is not part of the statement.
-        assert ("copy(C)  # the initial value" in text) == (layer.in_channels > layer.out_channels)
+        assert ("copy(Out)  # the initial value" in text) == (layer.in_channels > layer.out_channels)
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,6 @@ def many_by_columns(weight: Tensor, grid: tuple[int, int], options: Options) -> 
 
 # Sums over pairs by a table of neighbours.
 
-# Entries of the largest table: past it (1 GiB of int32, in either direction) the pairs take far less memory.
-_MOST_ENTRIES = 1 << 28
 # Of the widest elements that the matrix unit multiplies: of these the weight's gradient goes by the list of pairs.
 _LIST_BYTES = 4
 # Tests let every device and backend go through the table.
@@ -80,11 +78,11 @@ def by_table(device: torch.device, options: Options) -> bool:
     return device.type == "cuda" and options.backend == "auto" and generates_kernels()
 
 
-def takes_table(entries: int, tensors: Sequence[Tensor | None], options: Options) -> bool:
-    """Whether a table of so many entries can be taken for tensors on one device, and is the better way."""
+def takes_table(tensors: Sequence[Tensor | None], options: Options) -> bool:
+    """Whether a table can be taken for tensors on one device, and is the better way."""
     first = tensors[0]
     assert first is not None
-    return by_table(first.device, options) and is_plain_eager(*tensors) and entries <= _MOST_ENTRIES
+    return by_table(first.device, options) and is_plain_eager(*tensors)
 
 
 def pairs_are_faster(dtype: torch.dtype) -> bool:
