@@ -133,15 +133,19 @@ def checked_product(
     return _Sums(text, receivers, senders, num_x, num_z).in_modes("z", {"x": x, "y": y, "w": weight})
 
 
-def expressions(spec: TensorProductSpec, role: str = "z", device: torch.device | None = None) -> tuple[str, ...]:
+def expressions(
+    spec: TensorProductSpec, role: str = "z", device: torch.device | None = None, *, staged: bool = True
+) -> tuple[str, ...]:
     """Return the statements that run on a device, by default a CPU, in order.
 
     Args:
         spec: the representations and paths.
         role: the output, or the gradient of `x`, `y` or `w`.
         device: where a second statement may read what a first one made of one operand and the weights.
+        staged: such statements; without, those that run where the first one's result takes too much memory.
     """
-    return expressions_of(layout_of(spec.to_json()), role, torch.device("cpu") if device is None else device)
+    where = torch.device("cpu") if device is None else device
+    return expressions_of(layout_of(spec.to_json()), role, where, staged=staged)
 
 
 def explain_tensor_product(

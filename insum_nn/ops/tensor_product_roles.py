@@ -310,9 +310,9 @@ def _is_staged(role: str, device: torch.device) -> bool:
     return role != "w" and not paths_are_products(device)
 
 
-def expressions_of(layout: ProductLayout, role: str, device: torch.device) -> tuple[str, ...]:
-    """Return the statements that make a role on a device, in order; remembered."""
-    staged = _is_staged(role, device)
+def expressions_of(layout: ProductLayout, role: str, device: torch.device, *, staged: bool = True) -> tuple[str, ...]:
+    """Return the statements that make a role on a device, in order; remembered. Without `staged` in one step always."""
+    staged = staged and _is_staged(role, device)
 
     def build() -> tuple[str, ...]:
         statements = statements_of(layout, role, staged=staged)

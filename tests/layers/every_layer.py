@@ -154,11 +154,11 @@ def _with_its_corner(layer: nn.Module, cloud: SparseConvTensor) -> Tensor:
     return layer([cloud, SparseConvTensor(cloud.features[:2], cloud.indices[:2], SHAPE, 64)]).features
 
 
-def _cloud(make: Callable[[Options], nn.Module], of: Cloud = _sparse) -> Case:
+def _cloud(make: Callable[[Options], nn.Module], of: Cloud = _sparse, channels: int = 2) -> Case:
     def call(layer: nn.Module, features: Tensor, sites: Tensor) -> Tensor:
         return of(layer, SparseConvTensor(features, sites, SHAPE, 64))
 
-    return Case(lambda o: _On(make(o), call), **_voxels(2))
+    return Case(lambda o: _On(make(o), call), **_voxels(channels))
 
 
 def _right(layer: nn.Module, y: Tensor) -> Tensor:
@@ -179,12 +179,15 @@ EVERY_LAYER: dict[str, Case] = {
     "BlockSparseLinear, stored whole": Case(
         lambda o: _On(BlockSparseLinear(32, 16, block_shape=16, options=o)), **_batch(32)
     ),
+    "BlockSparseLinear, oblong blocks": Case(
+        lambda o: _On(BlockSparseLinear(64, 32, block_shape=(16, 32), density=0.5, options=o)), **_batch(64)
+    ),
     "BlockSparseLinear, grouped": Case(
         lambda o: _On(BlockSparseLinear(6, 4, block_shape=2, density=0.7, group_size=2, options=o)), **_batch(6)
     ),
     "PrunedConv2d": Case(lambda o: _On(PrunedConv2d(2, 3, 2, padding=1, density=0.5, options=o)), **_batch((2, 3, 3))),
     "SubMConv3d": _cloud(lambda o: SubMConv3d(2, 3, 3, options=o)),
-    "SubMConv3d, groups": _cloud(lambda o: SubMConv3d(2, 2, 3, groups=2, options=o)),
+    "SubMConv3d, groups": _cloud(lambda o: SubMConv3d(4, 4, 3, groups=2, options=o), channels=4),
     "SubMConv3d, pointwise": _cloud(lambda o: SubMConv3d(2, 2, 1, options=o)),
     "SparseConv3d": _cloud(lambda o: SparseConv3d(2, 3, 2, 2, options=o)),
     "SparseConvTranspose3d": _cloud(lambda o: SparseConvTranspose3d(2, 3, 2, 2, options=o)),

@@ -158,6 +158,15 @@ def test_large_maps_and_graphs_are_printed_where_others_take_a_table(monkeypatch
     assert ran_by(monkeypatch, lambda: layer(*inputs)) == [pairs]
 
 
+def test_one_row_of_weights_is_a_shared_one(monkeypatch: pytest.MonkeyPatch):
+    layer = layers.FullyConnectedTensorProduct("2x0e", "2x0e", "2x0e", shared_weights=False)
+    x, weight = torch.randn(3, 2), torch.randn(3, layer.weight_numel)
+    each, one = layer.expression.splitlines()
+    assert repr(layer).splitlines()[1:] == [f"  {each}", "  for one row of weights:", f"    {one}"]
+    assert {*ran_by(monkeypatch, lambda: layer(x, x, weight))} == {each}
+    assert {*ran_by(monkeypatch, lambda: layer(x, x, weight[:1]))} == {one}
+
+
 def test_two_steps_are_printed_and_explained_where_they_run(monkeypatch: pytest.MonkeyPatch):
     """A GPU multiplies many scalars by the weights in a statement of its own; its rules are imitated here."""
     monkeypatch.setattr(tensor_product_roles, "paths_are_products", lambda device: False)
@@ -167,16 +176,21 @@ def test_two_steps_are_printed_and_explained_where_they_run(monkeypatch: pytest.
 
     ran = ran_by(monkeypatch, lambda: layer(x, y))
     assert [text.partition("[")[0] for text in ran] == ["G", "Z"]
-    assert layer.expression.splitlines() == ran
-    assert repr(layer).splitlines()[1:] == [f"  {text}" for text in ran]
+    *steps, one_step = layer.expression.splitlines()
+    assert steps == ran
+    assert repr(layer).splitlines()[1:] == [
+        *(f"  {text}" for text in ran),
+        "  for very many samples:",
+        f"    {one_step}",
+    ]
     for number, text in enumerate(ran):
         explained = layer.explain(x, y, statement=number)
         assert text in str(explained)
         assert f"statement: {number + 1} of 2" in str(explained)
     # What the first step makes of so many samples would take too much memory.
     monkeypatch.setattr(tensor_product_roles, "fits_between", lambda numbers: False)
-    (whole,) = ran_by(monkeypatch, lambda: layer(x, y))
-    assert whole in str(layer.explain(x, y))
+    assert ran_by(monkeypatch, lambda: layer(x, y)) == [one_step]
+    assert one_step in str(layer.explain(x, y))
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,15 @@ class ProductLayer(StatementLayer):
         raise NotImplementedError
 
     def _statements(self) -> tuple[str, ...]:
+        return self._texts_of(self._specs())
+
+    def _texts_of(self, specs: Sequence[TensorProductSpec]) -> tuple[str, ...]:
         device = next((buffer.device for buffer in cast(torch.nn.Module, self).buffers()), None)
-        return tuple(text for spec in self._specs() for text in expressions(spec, device=device))
+        return tuple(text for spec in specs for text in expressions(spec, device=device))
+
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        in_one_step = tuple(text for spec in self._specs() for text in expressions(spec, staged=False))
+        return {} if in_one_step == self._statements() else {"for very many samples": in_one_step}
 
     # TorchScript compiles properties unless told otherwise.
     @property

@@ -92,6 +92,9 @@ class Gate(StatementLayer, e3nn_nn.Gate):
     def _statements(self) -> tuple[str, ...]:
         return self.mul._statements()
 
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        return self.mul._elsewhere()
+
     def explain(self, features: Tensor, **how: Any) -> Any:
         """Explain how the product runs on features (n, irreps_in.dim): see `TensorProduct.explain`."""
         _, gates, gated = self.sc(features)

@@ -151,7 +151,7 @@ class Linear(ProductLayer, o3.Linear):
         return (self.spec,) if self._text else ()
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
-        return {E3NN_IN_GRAPHS if self._text else "e3nn's own code": ()}
+        return super()._elsewhere() | {E3NN_IN_GRAPHS if self._text else "e3nn's own code": ()}
 
     def explain(self, features: Tensor, weight: Tensor | None = None, **how: Any) -> Any:
         """Explain how one `statement=` runs on features (n, irreps_in.dim), timed with `measure=`: an `Explanation`."""

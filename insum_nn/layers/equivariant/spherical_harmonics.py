@@ -94,7 +94,7 @@ class SphericalHarmonics(ProductLayer, o3.SphericalHarmonics):
         return new
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
-        return {E3NN_IN_GRAPHS: ()}
+        return super()._elsewhere() | {E3NN_IN_GRAPHS: ()}
 
     def explain(self, x: Tensor, *, statement: int = 0, **how: Any) -> Any:
         """Explain how one statement runs on vectors (n, 3), timed with `measure=`: an `Explanation`."""

@@ -248,6 +248,12 @@ class TensorProduct(ProductLayer, o3.TensorProduct):
     def _specs(self) -> tuple[TensorProductSpec]:
         return (self.spec,)
 
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        one_row = () if self.shared_weights else self._texts_of([self.spec.with_shared(True)])
+        return super()._elsewhere() | (
+            {"for one row of weights": one_row} if set(one_row) - {*self._statements()} else {}
+        )
+
     def explain(self, x: Tensor, y: Tensor, weight: Tensor | None = None, **how: Any) -> Any:
         """Explain how one `statement=` runs on these inputs (2-d), timed with `measure=`: an `Explanation`."""
         return explain_tensor_product(self.spec, x, y, self._get_weights(weight), **how)

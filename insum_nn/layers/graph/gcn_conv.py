@@ -151,6 +151,8 @@ class GCNConv(peer.GCNConv, StatementLayer):
         return (CARRY,)
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        if self.options.validate or self.options.deterministic:
+            return {}
         return {"for edge lists in graphs that torch records": (GRAPH_ENTRIES,)}
 
     def forward(self, x: Tensor, edge_index: Adj, edge_weight: OptTensor = None) -> Tensor:

@@ -137,7 +137,7 @@ def test_subclasses_are_e3nns(kind: type[TensorProduct], arguments: tuple):
         inputs = inputs[:-1]
     assert_same_derivatives(ours, peer, inputs)
     assert repr(ours).splitlines()[0] == repr(peer)
-    assert ours.expression.splitlines() == [line.strip() for line in repr(ours).splitlines()[1:]]
+    assert ours.expression.splitlines() == [line.strip() for line in repr(ours).splitlines() if " += " in line]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -512,7 +512,7 @@ def test_visualize():
 
 def test_explain():
     module, inputs = module_and_inputs()
-    statements = module.expression.splitlines()
+    statements = module._statements()
     for number, statement in enumerate(statements):
         explained = str(module.explain(*inputs, statement=number))
         assert statement in explained
