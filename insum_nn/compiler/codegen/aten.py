@@ -221,5 +221,4 @@ class _StepWriter(ExtremumWriter):
 
 def _ascends(row: Expr, over: Labels) -> bool:
     """Whether an entry's row ascends over the grid of entries."""
-    sorted_ = isinstance(row, Load) and row.buffer.facts.sorted
-    return sorted_ and plain_labels(row.subscripts) == over[:1]
+    return isinstance(row, Load) and row.buffer.facts.sorted and plain_labels(row.subscripts) == over[:1]
