@@ -38,6 +38,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.structure.kernel_map import Geometry, build_kernel_map
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler import fused_cases
+from tests.compiler.divided_rows import LENGTHS, divided, wait_for_kernel
 from tests.compiler.generated_cases import CASES, HOLES, Case, Tensors, kernel_of
 from tests.ops.conv_oracle import geometry
 from tests.structure.kernel_map.map_cases import BAD_ROWS, MOVES, bad_sites, both, made_by_kernels, sites_of
@@ -285,7 +286,7 @@ MAPS = [MOVES[place] for place in (0, 3, 5, 6, 7, 12, 15, 17, 19)]
 
 
 def run_maps(device: torch.device, chosen: Sequence[Geometry] = MAPS) -> Counter[str]:
-    """Kernel maps by hand-written kernels, which are those of torch's operators; bad voxels are refused.
+    """Kernel maps and divided rows by hand-written kernels, which are those made without them; bad voxels are refused.
 
     Raises:
         AssertionError: one is another, or was not built by these kernels.
@@ -298,6 +299,10 @@ def run_maps(device: torch.device, chosen: Sequence[Geometry] = MAPS) -> Counter
     for how in chosen:
         sites, proven = sites_of(how, device)
         assert made_by_kernels(both(sites, how, proven=proven)), str(how)
+    wait_for_kernel(device)
+    for lengths in LENGTHS.values():
+        for chunk in (1, 8):
+            assert divided(lengths, chunk, device).split
     refused = 0
     for row, text in BAD_ROWS.items():
         for how in bad:

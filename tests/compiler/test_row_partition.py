@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn.compiler.kernels import row_partition
-from insum_nn.compiler.kernels.divide_rows import divide_rows
 from insum_nn.compiler.kernels.row_partition import (
     RowPartition,
     bitmasks_of,
@@ -26,6 +24,7 @@ from insum_nn.compiler.kernels.row_partition import (
     longest_row,
     partition_of,
 )
+from tests.compiler.divided_rows import LENGTHS, divided, wait_for_kernel
 from tests.compiler.interpreted import interpreter
 from tests.device_calls import DeviceCalls, device_calls
 from tests.pretended_gpu import pretended_gpu
@@ -289,35 +288,6 @@ def test_lengths_that_are_known_are_not_read(share: int):
     assert partition_of(drawn, len(lengths), False, 512).begin[0] == 1
 
 
-# Terms of each row: also more rows than a program looks at together, and more ranges of one.
-LENGTHS = {
-    "few": [5, 0, 64, 1, 0, 7, 130, 2, 0],
-    "none divided before": [1, 1, 4000],
-    "many": [(7 * row) % 23 for row in range(600)],
-    "one": [9],
-}
-
-
-def divided(
-    lengths: list[int],
-    chunk: int,
-    device: torch.device | str,
-    within: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> RowPartition:
-    """A partition of rows whose lengths are known on both sides, compared with that of rows that are not known."""
-    index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int().to(device)
-    want = partition_of(index.clone(), len(lengths), False, chunk)
-    keep_lengths(index, lengths, torch.tensor(lengths, device=device))
-    with within():
-        got = partition_of(index, len(lengths), False, chunk)
-    assert got.split
-    for field in fields(RowPartition):
-        one, other = getattr(got, field.name), getattr(want, field.name)
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, field.name
-        assert not isinstance(one, Tensor) or not one.data_ptr() % 16
-    return got
-
-
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("chunk", [1, 3, 8])
 @pytest.mark.parametrize("name", LENGTHS)
@@ -339,11 +309,7 @@ def test_rows_are_divided_on_the_device(name: str, chunk: int):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LENGTHS)
 def test_rows_are_divided_on_a_gpu(gpu: torch.device, name: str):
-    lengths, until = torch.tensor(LENGTHS[name], device=gpu), time.monotonic() + 60
-    # Until its machine code is there, the host does it.
-    while divide_rows(lengths, 1 << 20, lengths.shape[0], 0) is None:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for_kernel(gpu)
     for chunk in (1, 3, 8):
         assert divided(LENGTHS[name], chunk, gpu).begin.untyped_storage().nbytes() > 16
 
