@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -64,6 +65,41 @@ def run(case: Case, device: torch.device) -> nn.Module:
     module(*given).square().sum().backward()
     assert all(t.grad is not None for t in given if t.requires_grad)
     return module
+
+
+# What is computed before a statement: file of the package -> what of it is floating-point. The rest are index tensors.
+BEFORE_STATEMENTS = {
+    "structure/gcn_norm.py": "the degrees of nodes, by which edge weights are normalised",
+    "structure/kernel_map/kernel_map.py": "the number of pairs of each output, by which a mean is divided",
+    "structure/kernel_map/tables.py": "",
+    "structure/kernel_map/search.py": "",
+    "structure/coordinates.py": "",
+    "structure/graph_entries.py": "",
+    "structure/site_grid.py": "",
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_nothing_else_is_called_without_a_dispatch_mode(name: str):
+    """Under a mode torch records, so that a graph convolution is one operator; here our own Python is watched."""
+    found: set[str] = set()
+
+    def watch(frame: FrameType, event: str, called: Any) -> None:
+        package, _, file = frame.f_code.co_filename.rpartition("/insum_nn/")
+        if event == "c_call" and package and not file.startswith("compiler/"):
+            if getattr(called, "__name__", "").rstrip("_") in STATEMENTS:
+                found.add(file)
+
+    module = LAYERS[name].module()
+    inputs = [t.requires_grad_() if t.is_floating_point() else t for t in LAYERS[name].inputs(5)]
+    previous = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        module(*inputs).square().sum().backward()
+    finally:
+        sys.setprofile(previous)
+    assert found <= BEFORE_STATEMENTS.keys()
+    assert ("structure/gcn_norm.py" in found) == name.startswith("GCNConv")
 
 
 @pytest.mark.parametrize("name", LAYERS)
