@@ -28,6 +28,7 @@ from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.runtime.execution import Executable, clear_cache, in_names_of
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.errors import InsumBackendError
+from insum_nn.facts import IndexFacts
 from tests.compiler.interpreted import interpreter  # noqa: F401
 from tests.golden_fixture import Golden
 
@@ -258,6 +259,8 @@ def test_notes_name_the_reads_that_may_be_out_of_bounds_or_missing():
     assert "terms with a missing entry (-1) in S do not contribute" in maximum().loop_nest
     complete = compile("y[Row[p]] += x[p]").explain(Row=INDEX([0, 1]), x=torch.rand(2), out_shape=(2,))
     assert "missing entry" not in complete.loop_nest
+    promised = compile("y[Row[p]] += x[Col[p]]", facts={"Row": IndexFacts(masked=False)})
+    assert "terms with a missing entry (-1) in Col do not contribute" in promised.explain().loop_nest
 
 
 def test_tensors_with_their_facts():

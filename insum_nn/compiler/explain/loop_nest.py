@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
+from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.shapes import interval
 from insum_nn.compiler.lang.syntax import Access, Statement
+from insum_nn.facts import UNKNOWN, IndexFacts
 
 __all__ = [
     "ExtentSource",
@@ -161,15 +162,21 @@ def loop_lines(statement: Statement, rows: Sequence[ExtentSource], *, merge: boo
 
 
 def loop_notes(
-    statement: Statement, bound: Bound | None, sizes: Mapping[str, int], shapes: Mapping[str, Sequence[int]]
+    statement: Statement,
+    facts: Mapping[str, IndexFacts],
+    sizes: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    drop_outside: bool,
 ) -> list[str]:
     """Return what the statement's text does not show: which terms do not contribute.
 
     Args:
         statement: a checked statement.
-        bound: what is known of its tensors; facts may rule out -1.
+        facts: what is known of its index tensors; it may rule out -1.
         sizes: known extents of indices; reads that they keep in bounds are not mentioned.
         shapes: known shapes of tensors.
+        drop_outside: writes out of bounds are dropped.
     """
     layout = layout_of(statement)
     notes: dict[str, None] = {}
@@ -177,12 +184,12 @@ def loop_notes(
         if not _may_leave(access, sizes, shapes.get(access.name)):
             continue
         if access is statement.output:
-            if bound is not None and bound.drop_outside:
+            if drop_outside:
                 notes[f"writes outside {access.name} are dropped"] = None
         else:
             notes[f"terms with {access} out of bounds do not contribute"] = None
     names = [name for name in layout.tensors if name in layout.index_tensors]
-    masked = [name for name in names if bound is None or bound.facts_of(name).masked is not False]
+    masked = [name for name in names if facts.get(name, UNKNOWN).masked is not False]
     if masked:
         notes[f"terms with a missing entry (-1) in {', '.join(masked)} do not contribute"] = None
     return list(notes)

@@ -288,6 +288,7 @@ def explain_program(
     sizes: Mapping[str, int] | None = None,
     out_shape: Sequence[int | None] | None = None,
     epilogue: Epilogue = PLAIN,
+    facts: Mapping[str, IndexFacts] | None = None,
 ) -> Explanation:
     """Explain a statement, or a call of it.
 
@@ -301,6 +302,7 @@ def explain_program(
         sizes: the call's `sizes=`, to say where an extent came from.
         out_shape: the call's `out_shape=`, likewise.
         epilogue: the activation and the cast after the sum.
+        facts: of the statement's index tensors; default those of the program.
     """
     has_initial = inputs is not None and inputs[1] is not None
     bound = program.bound if program is not None else None
@@ -309,7 +311,10 @@ def explain_program(
     output = extents.output if extents is not None else None
     index_extents = {row.name: row.extent for row in rows if row.extent is not None}
     shapes = {row.name: row.shape for row in tensors if row.shape is not None}
-    notes = loop_notes(statement, bound, index_extents, shapes)
+    if facts is None:
+        facts = {} if bound is None else dict(zip(bound.layout.tensors, bound.facts, strict=True))
+    drop_outside = bound is not None and bound.drop_outside
+    notes = loop_notes(statement, facts, index_extents, shapes, drop_outside=drop_outside)
     *loops, body = loop_lines(statement, rows)
     inside = body[: len(body) - len(body.lstrip())]
     nest = [initial_line(statement, output, rows, has_initial), *loops, *(f"{inside}# {note}" for note in notes), body]

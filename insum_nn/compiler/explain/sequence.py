@@ -17,6 +17,7 @@ from insum_nn.compiler.runtime.composite.pair_program import PairProgram
 from insum_nn.compiler.runtime.composite.path_program import PathProgram
 from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
+from insum_nn.facts import IndexFacts
 
 __all__ = ["explain_call"]
 
@@ -34,9 +35,10 @@ def explain_call(
     sizes: Mapping[str, int] | None = None,
     out_shape: Sequence[int | None] | None = None,
     epilogue: Epilogue = PLAIN,
+    facts: Mapping[str, IndexFacts] | None = None,
 ) -> Explanation:
     """Collect what there is to say of a call; the arguments are those of `explain_program`."""
-    about = {"sizes": sizes, "out_shape": out_shape, "epilogue": epilogue}
+    about = {"sizes": sizes, "out_shape": out_shape, "epilogue": epilogue, "facts": facts}
     if isinstance(program, PairProgram):
         whole = explain_program(statement, options, extents, None, inputs, seconds, **about)  # type: ignore[arg-type]
         return _by_pair(whole, program)
@@ -102,8 +104,10 @@ def _choices(program: StatementSequence, parts: Sequence[Explanation]) -> Iterat
     yield Decision("order", order, f"{program.cost}, where the whole takes {program.whole}")
     for part in program.parts:
         for each in part.clears:
-            yield Decision("cleared", str(each.clear), "what no term reads must not meet a sum that is 0")
+            what = f"in {each.clear.name}, entries of {each.clear.place.access.name} that no term reads are set to 0"
+            yield Decision("cleared", what, "a NaN there cannot spread")
         for each in part.unwritten:
-            yield Decision("cleared", str(each.clear), "the gradient of what no term reads is 0")
+            what = f"entries of {each.clear.name} that no term writes are set to 0"
+            yield Decision("cleared", what, "the gradient of what no term reads is 0")
     for number, part in enumerate(parts, start=1):
         yield from (replace(d, topic=f"statement {number}, {d.topic}") for d in part.decisions)

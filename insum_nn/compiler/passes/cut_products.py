@@ -76,10 +76,6 @@ class Clear:
     place: Place
     terms: tuple[Place, ...]
 
-    def __str__(self) -> str:
-        where = ",".join(map(str, self.place.subscripts))
-        return f"{self.name} is {self.place.access.name} with zeros where no term has [{where}]"
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -401,17 +401,18 @@ class Program:
             epilogue=self._spec.epilogue,
         )
         if not named:
-            return about(None, None, None)
+            return about(None, None, None, facts=dict(self._spec.facts))
         ordered, initial = self._arrange(named)
         extents = self._extents(ordered, initial, sizes, out_shape)
         initial = broadcast(initial, extents)
         if 0 in extents.indices:
-            return about(extents, None, (ordered, initial))
+            return about(extents, None, (ordered, initial), facts=dict(self._spec.facts))
         bound, program = prepare(self._spec, ordered, initial, extents)
         if isinstance(program, Executable):
             program = in_names_of(program, bound)
         seconds = _time(self._spec, ordered, initial, extents) if measure else None
-        return about(extents, program, (ordered, initial), seconds)
+        facts = dict(zip(bound.layout.tensors, bound.facts, strict=True))
+        return about(extents, program, (ordered, initial), seconds, facts=facts)
 
 
 def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:

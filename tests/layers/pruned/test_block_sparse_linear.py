@@ -492,6 +492,7 @@ def test_repr_and_explain():
     )
     assert layer.expression == "Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]"
     assert layer.expression in str(layer.explain())
+    assert "missing entry" not in str(layer.explain())
     assert "index_select" in str(layer.explain(torch.randn(4, 96)))
     grouped = BlockSparseLinear(96, 64, density=0.5, group_size=2)
     assert grouped.expression == "Y[n,Row[g],a] += W[Slot[g,q],a,b] * X[n,Col[g,q],b]"
