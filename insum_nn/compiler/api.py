@@ -61,6 +61,7 @@ from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
+from insum_nn.errors import InsumDtypeError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
 __all__ = [
@@ -206,7 +207,7 @@ def built_program(
 
 def insum(
     expression: str,
-    *,
+    *positional: object,
     sizes: Mapping[str, int] | None = None,
     out_shape: Shape | None = None,
     activation: str | None = None,
@@ -228,6 +229,7 @@ def insum(
 
     Args:
         expression: the statement; see the language reference.
+        *positional: an error, as tensors are passed by name.
         sizes: extents of indices that no tensor shows, by name.
         out_shape: shape of the output; `None` entries are inferred.
         activation: applied to the sum; see `compile`.
@@ -257,6 +259,13 @@ def insum(
     >>> y
     tensor([211.,   1.,   4.])
     """
+    if positional:
+        check_text(expression)
+        raise InsumDtypeError(
+            f"insum takes the expression alone by position, got {plural(len(positional), 'further argument')}",
+            expression=expression,
+            fix='pass tensors by name: insum("C[i,k] += A[i,j] * B[j,k]", A=..., B=...).',
+        )
     chosen = DEFAULT if options is None else options
     if torch.compiler.is_dynamo_compiling():
         merged = {**(tensors or {}), **named}

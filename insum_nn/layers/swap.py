@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any, Literal, cast
 
 import torch
@@ -276,6 +278,8 @@ class _Swap:
                 raise NotConvertible(f"it could not be converted: {type(error).__name__}: {error}") from error
             return new, type(new).__name__
         arguments = _arguments(pruning)
+        build = BlockSparseLinear.from_linear if isinstance(module, nn.Linear) else PrunedConv2d.from_conv2d
+        _check_keys(arguments, list(signature(build).parameters)[1:], name, module)
         try:
             if isinstance(module, nn.Linear):
                 linear = BlockSparseLinear.from_linear(module, **arguments)
@@ -430,3 +434,16 @@ def _arguments(pruning: Pruning) -> dict[str, Any]:
     if isinstance(pruning, Mapping):
         return dict(pruning)
     return {"mask": pruning} if isinstance(pruning, Tensor) else {"density": pruning}
+
+
+def _check_keys(arguments: Mapping[str, Any], accepted: Sequence[str], name: str, module: nn.Module) -> None:
+    """Raise unless a layer's pruning has arguments of these names only."""
+    for key in arguments:
+        if key not in accepted:
+            nearest = get_close_matches(str(key), accepted, 1)
+            raise InsumFormatError(
+                f"block_sparse cannot be applied to '{name}', {type(module).__name__}: unknown key {key!r}",
+                details=[f"accepted keys: {', '.join(accepted)}"],
+                fix=f"write '{nearest[0]}'." if nearest else "write an accepted key.",
+                layer=name,
+            )

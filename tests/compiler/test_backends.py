@@ -14,9 +14,10 @@ from insum_nn import IndexFacts, Options
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime import execution
-from insum_nn.compiler.runtime.backends import choose_backend, is_matrix_product
+from insum_nn.compiler.runtime.backends import choose_backend, is_matrix_product, require_triton
 from insum_nn.compiler.schedule import database
 from insum_nn.compiler.schedule.cache_folder import cache_folder
+from insum_nn.errors import InsumBackendError
 
 # The rule asks for the kind of a device, and runs nothing on it.
 GPU = "cuda"
@@ -91,6 +92,8 @@ def test_without_a_generator(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(launch, "available", lambda: False)
     bound = bound_on_gpu("y[Row[p]] += x[p]")
+    with pytest.raises(InsumBackendError, match="fix: install a GPU build of torch, .* and pass GPU tensors"):
+        require_triton(bound)
     assert choose_backend(bound, Options())[0] == "inductor"
     assert choose_backend(bound, Options(deterministic=True))[0] == "eager"
     assert choose_backend(bound_on_gpu("y[i] += x[i]", torch.int64), Options()) == ("eager", "integer factors")

@@ -195,8 +195,13 @@ def test_a_fault_leaves_the_model_whole():
     with pytest.raises(InsumFormatError) as caught:
         swap(model, block_sparse={"encoder.*": 0.5, "head": 7.0})
     assert "block_sparse cannot be applied to 'head', Linear: density must lie in (0, 1], got 7.0" in str(caught.value)
-    with pytest.raises(InsumFormatError, match="unexpected keyword argument 'blocks'"):
-        swap(model, block_sparse={"head": {"blocks": 3}})
+    with pytest.raises(
+        InsumFormatError, match=r"(?s)'head', Linear: unknown key 'densty'.*write 'density'\."
+    ) as caught:
+        swap(model, block_sparse={"head": {"densty": 0.5}})
+    assert "accepted keys: mask, density, block_shape, group_size, options" in str(caught.value)
+    with pytest.raises(InsumFormatError, match=r"accepted keys: mask, density, pattern"):
+        swap(nn.Sequential(nn.Conv2d(4, 4, 3)), block_sparse={"0": {"xyz": 3}})
     assert [id(m) for m in model.modules()] == modules
 
 

@@ -290,7 +290,9 @@ class _Parser:
             fix = "flatten some of the tensor's dimensions."
             self.bound(len(subscripts), _MAX_DIMENSIONS, "subscripts of one tensor", subscripts[-1].span, fix)
         if self.token.text != "]":
-            raise self.fail("',' or ']'", "close the subscripts with ']'.", [bracket.span, self.token.span])
+            raise self.fail(
+                "',' or ']'", "write ',' between subscripts, or ']' behind the last.", [bracket.span, self.token.span]
+            )
         close = self.advance()
         self.depth -= 1
         return Access(name.text, tuple(subscripts), name.span.merge(close.span), name.span)

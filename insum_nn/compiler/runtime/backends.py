@@ -62,7 +62,8 @@ def require_triton(bound: Bound) -> None:
         raise InsumBackendError(
             'Options(backend="triton") needs the package triton, which is not installed',
             expression=bound.statement.text,
-            fix='pip install triton, or choose Options(backend="auto").',
+            fix="install a GPU build of torch, which brings triton, and pass GPU tensors, "
+            'or choose Options(backend="auto").',
         )
     if bound.device_type != "cuda" and not launch.interpreted():
         raise InsumBackendError(

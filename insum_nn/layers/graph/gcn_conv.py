@@ -76,6 +76,9 @@ class GCNConv(peer.GCNConv, StatementLayer):
     hooks of `propagate`, `message`, `aggregate` or the module `aggr_module`, `decomposed_layers` above 1, an `aggr`
     other than a sum, subclasses that define any of those methods, TorchScript, and rectangular sparse adjacencies.
 
+    `explain_statement(x, edge_index)` shows how a call runs, as `explain` does in the other layers: PyTorch Geometric's
+    `explain` is no method, but the property with which its explainers switch themselves on.
+
     Under `torch.compile`, which remembers no tensor from call to call, an edge list is normalised and sorted in every
     call. With `cached=True`, or an `Adjacency` in place of the edge list, compiled and exported graphs take the sorted
     matrix as their input.
