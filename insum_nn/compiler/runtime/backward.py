@@ -30,7 +30,7 @@ from insum_nn.compiler.runtime.unsized_call import Call as UnsizedGradient
 from insum_nn.compiler.runtime.unsized_call import UnsizedCall
 from insum_nn.tensor_cache import insert
 
-__all__ = ["Call", "Shapes", "Step", "gradients", "kept_tensors"]
+__all__ = ["Call", "Derived", "Shapes", "Step", "gradients", "kept_tensors"]
 
 # Kinds of calls of a program whose common intermediate tensors are remembered.
 _COMMON_LIMIT = 64
