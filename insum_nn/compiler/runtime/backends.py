@@ -69,5 +69,6 @@ def require_triton(bound: Bound) -> None:
         raise InsumBackendError(
             f"generated kernels run on a GPU, and these tensors are on {bound.device_type}",
             expression=bound.statement.text,
-            fix='choose Options(backend="auto"), or set TRITON_INTERPRET=1 before Python starts, to debug.',
+            fix='pass GPU tensors, or choose Options(backend="auto"); to debug, set TRITON_INTERPRET=1 '
+            "before Python starts.",
         )
