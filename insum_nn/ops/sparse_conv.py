@@ -169,9 +169,10 @@ def _chosen(
     if bias is not None and bias.dtype == features.dtype == weight.dtype:
         # As the sum's initial value it spares a pass over the output.
         initial = bias.unflatten(0, (groups, -1)) if groups > 1 else bias
-    entries = None if kernel_map is None else table_entries(kernel_map)
-    fits = entries is not None and entries <= MOST_ENTRIES
-    return features, weight, initial, fits and takes_table((features, weight, initial), options)
+    table = kernel_map is not None and takes_table((features, weight, initial), options)
+    # While torch traces no table is taken, and the sizes of maps are unknown.
+    table = table and kernel_map is not None and table_entries(kernel_map) <= MOST_ENTRIES
+    return features, weight, initial, table
 
 
 def _statement(

@@ -23,6 +23,7 @@ from torch.utils import cpp_extension
 from torch.utils._sympy.numbers import int_oo
 
 import insum_nn
+from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.layers import BlockSparseLinear, GCNConv, SparseConv3d, SparseConvTensor, TensorProductConv
 from insum_nn.models import minkunet
 from tests.layers.every_layer import EVERY_LAYER
@@ -254,3 +255,9 @@ def test_a_package_runs_in_a_program_without_python(packaged: Callable[[str], tu
     printed = subprocess.run([program, package], capture_output=True, text=True, check=True).stdout
     out = module(torch.arange(77.0).reshape(11, 7).sin(), torch.arange(40).remainder(11).reshape(2, 20))
     assert float(printed) == pytest.approx(float(out.square().sum()), rel=1e-5)
+
+
+def test_the_sizes_of_traced_maps_are_not_compared(monkeypatch: pytest.MonkeyPatch):
+    """How large a map is that a program makes decides nothing while it is traced, on a GPU too."""
+    monkeypatch.setattr(statement_choice, "by_table", lambda *_: True)
+    exported("scene", Scene(), _cloud(9, 40))
