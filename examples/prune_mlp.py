@@ -89,7 +89,7 @@ def main(argv=None, *, size="full"):
     data, test_data = load_data(args.device)
     names = ("dense", "pruned", "pruned, fine-tuned", "sparse from the start")
     results = torch.zeros(seeds, len(densities), len(names), 2)  # cross entropy and accuracy on the test digits
-    for seed, place in tqdm([(seed, place) for seed in range(seeds) for place in range(len(densities))]):
+    for seed, place in tqdm([(seed, place) for seed in range(seeds) for place in range(len(densities))], disable=None):
         torch.manual_seed(1000 * seed)
         if place == 0:
             dense = make_model(width, args.device)

@@ -95,7 +95,7 @@ def main(argv=None, *, size="full"):
     model = TetrisClassifier(features, args.lmax, num_layers=3).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
-    for _ in (bar := trange(args.steps or steps)):
+    for _ in (bar := trange(args.steps or steps, disable=None)):
         losses.append(train(model, positions, batch, labels, optimizer))
         bar.set_postfix(loss=losses[-1])
     accuracy = test(model, positions, batch, labels, views=50)

@@ -86,7 +86,7 @@ def main(argv=None, *, size="full"):
         torch.set_rng_state(state["random"])
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    for _ in (bar := trange(len(history) - 1, args.epochs)):
+    for _ in (bar := trange(len(history) - 1, args.epochs, disable=None)):
         train(model, loader, optimizer, known.force_rms)
         schedule.step()
         history.append(test(model, test_loader))

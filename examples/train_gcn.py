@@ -71,7 +71,7 @@ def main(argv=None, *, size="full"):
     data = karate_club() if args.dataset == "KarateClub" else planetoid(args.dataset, args.root)
     data = data.to(args.device)
     curves, chosen = [], []
-    bar = tqdm(total=seeds * args.epochs)
+    bar = tqdm(total=seeds * args.epochs, disable=None)
     for seed in range(seeds):
         torch.manual_seed(seed)
         model = GCN(data.num_features, 16, int(data.y.max()) + 1).to(args.device)

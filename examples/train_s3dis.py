@@ -104,7 +104,7 @@ def main(argv=None, *, size="full"):
         torch.set_rng_state(state["random"])
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    for _ in (bar := trange(len(losses), args.epochs)):
+    for _ in (bar := trange(len(losses), args.epochs, disable=None)):
         losses.append(train(model, loader, optimizer, schedule, args.device))
         bar.set_postfix(loss=losses[-1])
         state = {"losses": losses, "random": torch.get_rng_state(), "planes": planes, "voxel_size": args.voxel_size}
