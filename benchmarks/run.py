@@ -106,7 +106,6 @@ def measure(
     warmup_ms: int = 25,
     rep_ms: int = 200,
     replay: bool = False,
-    busy: bool = False,
 ) -> Measurement:
     """Build a provider, compare its result with the oracle, and time it.
 
@@ -119,7 +118,6 @@ def measure(
         warmup_ms: not counted.
         rep_ms: counted.
         replay: whether the call is also timed from a CUDA graph; a backward alone is not, whose forward is outside.
-        busy: whether the call is also profiled for the sum of its kernels' times.
 
     Returns:
         The measurement; without timings when the provider is missing, raises or is wrong.
@@ -149,13 +147,12 @@ def measure(
             again = None
             if replay and device.type == "cuda" and problem.clock == "device" and mode != "bwd":
                 again = _replayed(work, call, wanted, mode, limit, warmup_ms, rep_ms)
-            kernel_time = _busy(call) if busy and device.type == "cuda" and problem.clock == "device" else None
     except (ModuleNotFoundError, Unavailable) as fault:
         return Measurement(f"unavailable: {_one_line(fault)}")
     except Exception as fault:
         # Whatever a provider raises is its result; the other providers are still measured.
         return Measurement(f"error: {type(fault).__name__}: {_one_line(fault)}")
-    return Measurement("passed", _percentiles(times), len(times), compile_s, peak, error, again, kernel_time)
+    return Measurement("passed", _percentiles(times), len(times), compile_s, peak, error, again)
 
 
 def middle(found: Sequence[Measurement]) -> Measurement:
@@ -257,7 +254,6 @@ def run_case(
     warmup_ms: int = 25,
     rep_ms: int = 200,
     replay: bool = False,
-    busy: bool = False,
     runs: int = 1,
     state: State | None = None,
     deadline: float = math.inf,
@@ -274,7 +270,6 @@ def run_case(
         warmup_ms: see `measure`.
         rep_ms: see `measure`.
         replay: see `measure`.
-        busy: see `measure`.
         runs: how often each provider is built and measured; see `middle`.
         state: what was measured before and is not measured again; it also keeps what is in progress.
         deadline: of `time.monotonic()`; later measurements are recorded as not run.
@@ -313,7 +308,7 @@ def run_case(
                 elif time.monotonic() > deadline:
                     result = Measurement("not run: the budget was spent")
                 else:
-                    more: dict[str, Any] = {"warmup_ms": warmup_ms, "rep_ms": rep_ms, "replay": replay, "busy": busy}
+                    more: dict[str, Any] = {"warmup_ms": warmup_ms, "rep_ms": rep_ms, "replay": replay}
                     result = middle(
                         [measure(problem, provider, mode, wanted, setting.device, **more) for _ in range(runs)]
                     )
@@ -325,6 +320,36 @@ def run_case(
                 if any(word.startswith("error") for word in said):
                     _require_device(setting.device)
                     _release(setting.device)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def profile_case(case: Case, setting: Setting, state: State) -> None:
+    """Profile what was timed of a case, and add the sum of its kernels' times to the records.
+
+    When all has been timed: a profiler can slow the launches of its process down even after it was closed.
+    """
+    found = [r for r in state.records if r["case"] == case.name and r["ms"] is not None and r["busy"] is None]
+    if not found:
+        return
+    problem = case.problem(setting)
+    if problem.clock != "device":
+        return
+    wanted = gate.reference(problem, list(dict.fromkeys(entry["mode"] for entry in found)))
+    torch.set_float32_matmul_precision(problem.precision)
+    try:
+        for entry in found:
+            try:
+                call = timed_call(problem.providers[entry["provider"]](), entry["mode"], wanted.upstream)
+                with torch.set_grad_enabled(entry["mode"] != "fwd" or problem.recorded):
+                    entry["busy"] = _busy(call)
+            except Exception as fault:
+                # Its times remain valid.
+                print(f"not profiled: {entry['provider']}: {_one_line(fault)}", file=sys.stderr)
+                _require_device(setting.device)
+                continue
+            print(_show(entry), flush=True)
+            state.keep()
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -382,7 +407,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup-ms", type=int, help="default 25; quick 10")
     parser.add_argument("--rep-ms", type=int, help="default 200; quick 50")
     parser.add_argument("--replay", action="store_true", help="time each call from a CUDA graph too")
-    parser.add_argument("--busy", action="store_true", help="profile each call: sum of its kernels' times, launches")
+    parser.add_argument(
+        "--busy", action="store_true", help="at the end, profile each call: sum of its kernels' times, launches"
+    )
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="build and time each provider N times")
     return parser
 
@@ -455,7 +482,6 @@ def _run(
             warmup_ms=(10 if options.quick else 25) if options.warmup_ms is None else options.warmup_ms,
             rep_ms=(50 if options.quick else 200) if options.rep_ms is None else options.rep_ms,
             replay=options.replay,
-            busy=options.busy,
             runs=options.runs,
             state=state,
             deadline=deadline,
@@ -469,8 +495,20 @@ def _run(
             return BROKEN_DEVICE
         state.finish(case.name)
         _release(device)
+    if _profiles(options, device):
+        try:
+            for case in cases:
+                profile_case(case, setting, state)
+                _release(device)
+        except BrokenDeviceError as fault:
+            print(f"the device no longer responds: {fault}", file=sys.stderr)
+            return BROKEN_DEVICE
     state.end()
     return _outcome(state.records)
+
+
+def _profiles(options: argparse.Namespace, device: torch.device) -> bool:
+    return options.busy and device.type == "cuda"
 
 
 def _outcome(records: Sequence[Record]) -> int:

@@ -85,6 +85,10 @@ class State:
     def add(self, entry: Record) -> None:
         """Add a record, and write the file: an interrupted run keeps its records."""
         self.records.append(entry)
+        self.keep()
+
+    def keep(self) -> None:
+        """Write the file."""
         if self.path is not None:
             write(self.path, self.records)
 

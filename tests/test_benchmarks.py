@@ -179,6 +179,31 @@ def test_outcomes(results: Path, provider: str, mode: str, outcome: str):
         assert record["repeats"] == 0
 
 
+def test_calls_are_profiled_when_all_has_been_timed(
+    small: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path, profiled = tmp_path / "results.json", list[Any]()
+
+    def busy(call: Any) -> records.Busy:
+        # The file has all times.
+        profiled.append(len(json.loads(path.read_text())))
+        if len(profiled) == 2:
+            raise RuntimeError("no profiler")
+        call()
+        return records.Busy(ms=0.25, launches=3)
+
+    monkeypatch.setattr(run, "_busy", busy)
+    monkeypatch.setattr(run, "_profiles", lambda options, device: options.busy)
+    words = ["product/n=1", "--busy", "--device", "cpu", "--out", str(path), "--warmup-ms", "1", "--rep-ms", "2"]
+    assert run.main(words, registry=small) == 0
+    found = json.loads(path.read_text())
+    timed = [r for r in found if r["ms"] is not None]
+    assert profiled == [len(found)] * len(timed)
+    assert [r["busy"] for r in found if r["ms"] is None] == [None] * (len(found) - len(timed))
+    assert [r["busy"] is None for r in timed] == [n == 1 for n in range(len(timed))]
+    assert "not profiled: " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_on_a_gpu(gpu: torch.device, small: Registry, tmp_path: Path):
     path = tmp_path / "results.json"
