@@ -97,7 +97,8 @@ def test_a_network_has_few_kernels():
             out = out if isinstance(out, Tensor) else out.features
             torch.autograd.backward(out, torch.ones_like(out))
     assert collection.launches > 100
-    assert len(collection.codes) <= 26
+    # One of them divides the rows of weight gradients.
+    assert len(collection.codes) <= 27
 
 
 def test_ranges_of_divided_rows_are_aligned():
