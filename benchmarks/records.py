@@ -29,6 +29,7 @@ __all__ = [
     "Replay",
     "read",
     "record",
+    "shown",
     "this_machine",
     "version",
     "write",
@@ -226,3 +227,26 @@ def read(path: Path) -> list[Record]:
         if entry["schema"] != SCHEMA:
             raise ValueError(f"{path}: schema {SCHEMA} was expected")
     return [cast(Record, {key: entry[key] for key in RECORD}) for entry in found]
+
+
+def shown(entry: Record) -> str:
+    """Format a record as one line; rates are the floor's work over the time."""
+    head = f"{entry['case']:<48} {entry['mode']:<7} {entry['provider']:<28}"
+    if entry["ms"] is None:
+        return f"{head} {entry['gate']}"
+    ms, floor = entry["ms"], entry["floor"] or {}
+    parts = [f"{ms['p50'] * 1e3:10.1f} us [{ms['p20'] * 1e3:.1f}, {ms['p80'] * 1e3:.1f}]"]
+    if entry["replay"] is not None:
+        again = entry["replay"]
+        parts.append(
+            f"CUDA graph {again['ms']['p50'] * 1e3:.1f} us" if again["ms"] else f"CUDA graph: {again['gate'][:60]}"
+        )
+    if entry["busy"] is not None:
+        parts.append(f"device busy {entry['busy']['ms'] * 1e3:.1f} us, {entry['busy']['launches']} launches")
+    parts.append(f"err {entry['max_rel_err']:.1e}  first {entry['compile_s']:.1f} s")
+    if entry["peak_bytes"] is not None:
+        parts.append(f"{entry['peak_bytes'] / 2**20:.1f} MiB")
+    for key, unit in (("bytes", "TB/s"), ("gathered", "TB/s gathered"), ("flops", "TFLOP/s")):
+        if floor.get(key):
+            parts.append(f"{floor[key] / ms['p50'] * 1e-9:.3f} {unit}")
+    return "  ".join([head, *parts])

@@ -38,6 +38,7 @@ from benchmarks.records import (
     Record,
     Replay,
     record,
+    shown,
     this_machine,
     version,
 )
@@ -348,36 +349,13 @@ def profile_case(case: Case, setting: Setting, state: State) -> None:
                 print(f"not profiled: {entry['provider']}: {_one_line(fault)}", file=sys.stderr)
                 _require_device(setting.device)
                 continue
-            print(_show(entry), flush=True)
+            print(shown(entry), flush=True)
             state.keep()
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 # The command ----------------------------------------------------------------------------------------------------------
-
-
-def _show(entry: Record) -> str:
-    """Format a record as one line; rates are the floor's work over the time."""
-    head = f"{entry['case']:<48} {entry['mode']:<7} {entry['provider']:<28}"
-    if entry["ms"] is None:
-        return f"{head} {entry['gate']}"
-    ms, floor = entry["ms"], entry["floor"] or {}
-    parts = [f"{ms['p50'] * 1e3:10.1f} us [{ms['p20'] * 1e3:.1f}, {ms['p80'] * 1e3:.1f}]"]
-    if entry["replay"] is not None:
-        again = entry["replay"]
-        parts.append(
-            f"CUDA graph {again['ms']['p50'] * 1e3:.1f} us" if again["ms"] else f"CUDA graph: {again['gate'][:60]}"
-        )
-    if entry["busy"] is not None:
-        parts.append(f"device busy {entry['busy']['ms'] * 1e3:.1f} us, {entry['busy']['launches']} launches")
-    parts.append(f"err {entry['max_rel_err']:.1e}  first {entry['compile_s']:.1f} s")
-    if entry["peak_bytes"] is not None:
-        parts.append(f"{entry['peak_bytes'] / 2**20:.1f} MiB")
-    for key, unit in (("bytes", "TB/s"), ("gathered", "TB/s gathered"), ("flops", "TFLOP/s")):
-        if floor.get(key):
-            parts.append(f"{floor[key] / ms['p50'] * 1e-9:.3f} {unit}")
-    return "  ".join([head, *parts])
 
 
 def _compare_peers() -> Iterator[str]:
@@ -488,7 +466,7 @@ def _run(
         )
         try:
             for entry in found:
-                print(_show(entry), flush=True)
+                print(shown(entry), flush=True)
                 state.add(entry)
         except BrokenDeviceError as fault:
             print(f"the device no longer responds: {fault}", file=sys.stderr)
