@@ -62,7 +62,6 @@ class Measurement(NamedTuple):
     peak_bytes: int | None = None
     max_rel_err: float | None = None
     replay: Replay | None = None
-    busy: Busy | None = None
     runs: list[float] | None = None
 
 

@@ -66,7 +66,7 @@ README_ROWS: tuple[Entry, ...] = (
     Entry("the same: peak memory", f"{NEQUIP}/what=step", "memory"),
     Entry("GCN of three layers, 14 k nodes: training step", f"{GCN}/what=step", "step"),
     Entry(
-        "`SubMConv3d`, 236 k voxels, 64 channels, float16, map at hand: forward",
+        "`SubMConv3d`, 236 k voxels, 64 channels, float16, existing kernel map: forward",
         "subm_conv/cloud=room/channels=64/dtype=float16",
     ),
     Entry("`TensorProductConv`, 158 k edges, 128 channels, l <= 2: forward", "tp_conv/shape=mace-large/dtype=float32"),

@@ -16,13 +16,12 @@ def sort_pairs(first: Tensor, second: Tensor, extent: int) -> tuple[Tensor, Tens
     >>> first.tolist(), second.tolist(), order.tolist()
     ([0, 1, 1], [2, 0, 0], [1, 0, 2])
     """
+    dtype = entry_dtype(first.device, max(extent, first.shape[0]))
     if torch.compiler.is_compiling():
         # Sizes may be symbolic. Both keys are one number.
-        dtype = entry_dtype(first.device, max(extent, first.shape[0]))
         packed, order = (first.long() * extent + second).sort(stable=True)
         return (packed // extent).to(dtype), (packed % extent).to(dtype), order.to(dtype)
     bits, places = max(extent - 1, 1).bit_length(), max(first.shape[0] - 1, 1).bit_length()
-    dtype = entry_dtype(first.device, max(extent, first.shape[0]))
     if 2 * bits + places <= 63:
         # Both keys and the place in one integer: plain numbers are sorted, which is much faster than an argsort.
         place = torch.arange(first.shape[0], device=first.device)

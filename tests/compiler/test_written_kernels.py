@@ -78,6 +78,6 @@ def test_without_a_folder_for_machine_code_they_are_compiled_here(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     assert launch.load_ahead([made]) is not storable
-    # Nobody waits for them: another process compiles even a single one.
+    # The caller does not wait for these kernels, so that even one of them alone is compiled by another process.
     assert submitted == [True] * storable
     assert made.codes == ({} if storable else {(True,): "loaded"})

@@ -312,7 +312,7 @@ def explain_program(
     index_extents = {row.name: row.extent for row in rows if row.extent is not None}
     shapes = {row.name: row.shape for row in tensors if row.shape is not None}
     if facts is None:
-        facts = {} if bound is None else dict(zip(bound.layout.tensors, bound.facts, strict=True))
+        facts = {} if bound is None else bound.named_facts
     drop_outside = bound is not None and bound.drop_outside
     notes = loop_notes(statement, facts, index_extents, shapes, drop_outside=drop_outside)
     *loops, body = loop_lines(statement, rows)

@@ -303,7 +303,7 @@ def keep_lengths(index: Tensor, lengths: Sequence[int], on_device: Tensor | None
     Args:
         index: ascending.
         lengths: terms of each row.
-        on_device: the same numbers, (rows,) int64, where `index` is; nobody writes to them.
+        on_device: the same numbers, (rows,) int64, on the device of `index`; they must not be modified.
     """
     if len(lengths) <= _FEW_ROWS:
         begins = np.zeros(len(lengths) + 1, dtype=np.int64)

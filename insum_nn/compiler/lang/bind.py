@@ -141,6 +141,11 @@ class Bound:
     def facts_of(self, name: str) -> IndexFacts:
         return self.facts[self.layout.tensors.index(name)]
 
+    @property
+    def named_facts(self) -> dict[str, IndexFacts]:
+        """The facts by the names of the tensors."""
+        return dict(zip(self.layout.tensors, self.facts, strict=True))
+
 
 def _spans(statement: Statement, name: str) -> list[Span]:
     return [access.name_span for access in statement.accesses() if access.name == name]

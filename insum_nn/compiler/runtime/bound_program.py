@@ -132,13 +132,9 @@ class BoundProgram:
 
     def named(self, others: Sequence[Tensor], initial: Tensor | None) -> dict[str, Tensor]:
         """Return the tensors of a call by name: of the program's own call, which follows every mode."""
-        ordered = list(self._template)
-        for place, tensor in zip(self._places, others, strict=True):
-            ordered[place] = tensor
-        return self._named(ordered, initial)
+        return self._with_initial({**self.tensors, **dict(zip(self.names, others, strict=True))}, initial)
 
-    def _named(self, ordered: Sequence[Tensor], initial: Tensor | None) -> dict[str, Tensor]:
-        named = dict(zip(self._spec.layout.tensors, ordered, strict=True))
+    def _with_initial(self, named: dict[str, Tensor], initial: Tensor | None) -> dict[str, Tensor]:
         if initial is not None:
             named[self._spec.statement.output.name] = initial
         return named
@@ -151,7 +147,7 @@ class BoundProgram:
         self, ordered: Sequence[Tensor], out_shape: Shape, initial: Tensor | None, key: Hashable | None
     ) -> Tensor:
         """A call that is not remembered here."""
-        named = self._named(ordered, initial)
+        named = self._with_initial(dict(zip(self._spec.layout.tensors, ordered, strict=True)), initial)
         # The program may know the call from tensors of others: each structure has a `BoundProgram` of its own.
         checked = None if key is None else self.program.checked_call(named, out_shape)
         if key is None or checked is None:

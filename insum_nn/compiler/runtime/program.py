@@ -411,8 +411,7 @@ class Program:
         if isinstance(program, Executable):
             program = in_names_of(program, bound)
         seconds = _time(self._spec, ordered, initial, extents) if measure else None
-        facts = dict(zip(bound.layout.tensors, bound.facts, strict=True))
-        return about(extents, program, (ordered, initial), seconds, facts=facts)
+        return about(extents, program, (ordered, initial), seconds, facts=bound.named_facts)
 
 
 def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:

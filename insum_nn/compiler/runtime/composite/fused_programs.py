@@ -410,7 +410,7 @@ def _along(ones: Sequence[_One], walk: Walk, decided: _Plan, deterministic: bool
     tensors = {name: t for one in ones for name, t in zip(one.bound.layout.tensors, one.tensors, strict=True)}
     facts: dict[str, IndexFacts] = {}
     for one in ones:
-        facts |= dict(zip(one.bound.layout.tensors, one.bound.facts, strict=True))
+        facts |= one.bound.named_facts
     operands = {name: tensors[name] for name in spec.layout.tensors}
     own = [one for one in ordered if one.number in owned]
     extents = _extents(own, walk, list(operands.values()), spec, static)
