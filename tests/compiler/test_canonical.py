@@ -321,7 +321,7 @@ def _in_names(text: str, tensors: Mapping[str, str], indices: Mapping[str, str])
 def test_every_shipped_schedule_is_found_in_other_names(monkeypatch: pytest.MonkeyPatch):
     entries = _entries()
     assert len(entries) > 100
-    monkeypatch.setattr(database, "_device", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(database, "_device", lambda device: "cuda 9.0, 132 multiprocessors")
     for number, key in enumerate(entries):
         own = parse(key["statement"])
         turn = number % len(_TENSORS)
@@ -338,7 +338,7 @@ def test_every_shipped_schedule_is_found_in_other_names(monkeypatch: pytest.Monk
 
 def test_a_shipped_schedule_is_found_by_a_statement_as_a_user_writes_it(monkeypatch: pytest.MonkeyPatch):
     """The package measured `C[Row[g],n] += Val[g,q] * B[Col[g,q],n]`."""
-    monkeypatch.setattr(database, "_device", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(database, "_device", lambda device: "cuda 9.0, 132 multiprocessors")
     ints, floats = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2)
     tensors = {"w": ints, "W": ints.new_zeros(2, 2), "x": floats, "X": floats}
     bound = bind(parse("y[w[x],X] += x[x,q] * X[W[x,q],X]"), tensors, None)

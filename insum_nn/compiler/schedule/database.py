@@ -133,9 +133,13 @@ def key_of(
 
 
 def _device(device: torch.device) -> str:
-    """Return the name of a device; devices of one name share entries."""
+    """Return what decides which schedule is fast on a device; devices that agree in it share entries.
+
+    The name of a GPU says too much: an H100 and an H200 differ in their memory alone.
+    """
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        found = torch.cuda.get_device_properties(device)
+        return f"cuda {found.major}.{found.minor}, {found.multi_processor_count} multiprocessors"
     return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
 
 
@@ -264,8 +268,9 @@ def export(path: str | os.PathLike[str]) -> int:
 def load(path: str | os.PathLike[str]) -> int:
     """Use the measurements of a file that `export` wrote; they are looked up after the user's own.
 
-    The file is only read, and its entries serve devices of the name they were measured on. What this process has
-    chosen already stays until `insum_nn.clear_cache()`. A file that is no such file gives a warning.
+    The file is only read, and its entries serve GPUs of the compute capability and number of multiprocessors that they
+    were measured with. What this process has chosen already stays until `insum_nn.clear_cache()`. A file that is no
+    such file gives a warning.
 
     Args:
         path: the file. `INSUM_NN_SCHEDULES` names such files too, separated like the folders of `PATH`.
