@@ -58,6 +58,7 @@ from insum_nn.compiler.runtime.multilinear import (
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
 from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_gradients
+from insum_nn.compiler.runtime.steps.watch import StatementCall, statement_calls
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
@@ -75,6 +76,7 @@ __all__ = [
     "Multilinear",
     "Program",
     "ProgramSum",
+    "StatementCall",
     "adds_atomically",
     "built_program",
     "by_table",
@@ -109,6 +111,7 @@ __all__ = [
     "recorded",
     "records_graph",
     "silu",
+    "statement_calls",
     "stats_of",
     "takes_columns",
     "takes_table",

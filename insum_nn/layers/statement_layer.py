@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+
+from insum_nn.compiler.api import Program, statement_calls
+from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.facts import IndexFacts
+from insum_nn.ops.statements import program_of
 
 __all__ = ["ExplainedLayer", "StatementLayer"]
 
@@ -45,26 +50,34 @@ class StatementLayer:
             lines += [f"{kind}:" if texts else kind, *(f"  {text}" for text in texts)]
         return "\n  ".join(lines)
 
-    def _program(self) -> Any:
-        """Return the program of the first statement."""
-        raise NotImplementedError
-
 
 class ExplainedLayer(StatementLayer):
-    """One that explains a call with an input."""
+    """One that explains a call with an input.
+
+    Attributes:
+        options: compile options.
+    """
+
+    options: Options = DEFAULT
+
+    def _facts(self) -> Mapping[str, IndexFacts]:
+        """Return what is guaranteed of the index tensors of its statements."""
+        return {}
+
+    def _program(self) -> Program:
+        """Return the program of the first statement."""
+        return program_of(self._statements()[0], self._facts(), self.options)
 
     def explain(self, input: Any = None, *, measure: bool = False) -> Any:
-        """Explain how the layer's statement runs; see `Program.explain`.
+        """Explain how the layer's statement runs, the last one where it runs several; see `Program.explain`.
 
         Args:
-            input: an input to explain the call with; without one, only what the text alone says is shown.
+            input: an input of a call, which runs and is explained; without one, only what the text alone says is shown.
             measure: also time the program.
 
         Returns:
             The compiler's `Explanation`.
         """
-        return self._program().explain() if input is None else self._explain_call(input, measure=measure)
-
-    def _explain_call(self, input: Any, *, measure: bool) -> Any:
-        """Explain how the statement runs on an input."""
-        raise NotImplementedError
+        if input is None:
+            return self._program().explain()
+        return statement_calls(lambda: cast(Any, self).forward(input))[-1].explain(measure=measure)

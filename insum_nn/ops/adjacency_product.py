@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import (
-    Explanation,
     built_program,
     inline_by_rows,
     is_traced,
@@ -24,13 +23,13 @@ from insum_nn.compiler.api import (
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.graph_conv import explain_product, graph_values, to_product_dtype
+from insum_nn.ops.graph_conv import graph_values, to_product_dtype
 from insum_nn.ops.graph_matrix import GraphMatrix, Recipe
 from insum_nn.ops.graph_product import CARRY, COMPARE, OPERANDS, fixed_order, graph_product
 from insum_nn.ops.statements import static_shape
 from insum_nn.structure.adjacency import Adjacency
 
-__all__ = ["adjacency_product", "explain_adjacency_product"]
+__all__ = ["adjacency_product"]
 
 _FACTS = NamedFacts(Row=IndexFacts(sorted=True, masked=False, proven=True), Col=IndexFacts(masked=False, proven=True))
 _AS_IT_IS = Recipe(normalize=False, loops="none")
@@ -90,20 +89,6 @@ def _agree(x: Tensor, adjacency: Adjacency) -> Tensor:
             got=nodes,
         )
     return to_product_dtype(x, value)
-
-
-def explain_adjacency_product(
-    x: Tensor,
-    adjacency: Adjacency,
-    bias: Tensor | None = None,
-    *,
-    options: Options = DEFAULT,
-    measure: bool = False,
-) -> Explanation:
-    """Explain how `adjacency_product` runs: loop nest, plan, code."""
-    x = _agree(x, adjacency)
-    graph = GraphMatrix.of_adjacency(adjacency)
-    return explain_product(graph, adjacency.value.to(x.dtype), x, bias, options=options, measure=measure)
 
 
 class _Sums(NamedTuple):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Explanation, Program, built_program, many_by_columns, takes_columns
+from insum_nn.compiler.api import many_by_columns, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import require_format
-from insum_nn.ops.block_linear_columns import COLUMNS, COLUMNS_FACTS, TRANSPOSED, BlockColumns
+from insum_nn.ops.block_linear_columns import COLUMNS, TRANSPOSED, BlockColumns
 from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import (
     pad_axis,
@@ -32,10 +31,8 @@ __all__ = [
     "BLOCK_LINEAR_FACTS",
     "block_linear",
     "block_linear_expression",
-    "block_linear_program",
     "block_linear_statements",
     "block_linear_stored",
-    "explain_block_linear",
 ]
 
 BLOCK_LINEAR: Mapping[str, str] = MappingProxyType(
@@ -131,63 +128,7 @@ def block_linear_stored(
         in a feature that some block reads then reaches every result.
     """
     form = "slots" if "Slot" in index else "BlockCOO"
-    return _apply(input, weight, index, form, BLOCK_LINEAR_FACTS[form], shape, bias, options, stored=True)
-
-
-class _Operands(NamedTuple):
-    """What a call reads, and which statement it runs.
-
-    Attributes:
-        samples: (n, block columns * b).
-        weight: `W`.
-        initial: (block rows * a,) what the sum starts from.
-        grid: block rows and columns.
-        block: extents of a block.
-        columns: it runs on transposed samples.
-    """
-
-    samples: Tensor
-    weight: Tensor
-    initial: Tensor | None
-    grid: tuple[int, int]
-    block: tuple[int, ...]
-    columns: bool
-
-    def named(self, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a statement of `BLOCK_LINEAR` by name."""
-        (rows, cols), (a, b) = self.grid, self.block
-        named = {"W": self.weight, "X": self.samples.reshape(self.samples.shape[0], cols, b), **index}
-        if self.initial is not None:
-            named["Y"] = self.initial.reshape(rows, a)
-        return named
-
-
-def _operands(
-    input: Tensor,
-    weight: Tensor,
-    shape: tuple[int, ...],
-    bias: Tensor | None,
-    options: Options,
-    *,
-    stored: bool,
-) -> _Operands:
-    """Check a call and choose its statement; `stored`: a layer's single blocks, which another statement reads too."""
-    _check(input, weight, shape, bias)
-    (m, k), block = shape, static_shape(weight)[-2:]
-    (a, b) = block
-    grid = rows, cols = -(-m // a), -(-k // b)
-    x = _samples(input, k, cols * b)
-    columns = False
-    if stored:
-        source, values = x, weight
-        if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-            source, values = to_autocast(x), to_autocast(weight)
-        columns = takes_columns(source, values, grid, options)
-        if columns:
-            x, weight = source, values
-    # As the sum's initial value, the bias spares a pass over the output.
-    starts = bias is not None and rows * a == m and x.dtype == weight.dtype == bias.dtype
-    return _Operands(x, weight, bias if starts else None, grid, block, columns)
+    return _apply(input, weight, index, form, BLOCK_LINEAR_FACTS[form], shape, bias, options, stored=form == "BlockCOO")
 
 
 def _apply(
@@ -202,17 +143,31 @@ def _apply(
     *,
     stored: bool = False,
 ) -> Tensor:
-    call = _operands(input, weight, shape, bias, options, stored=stored and form == "BlockCOO")
-    if call.columns:
-        product = BlockColumns(index["Row"], index["Col"], call.grid, options)
-        result = product(call.samples, call.weight, call.initial)
+    """Check a call, and run the statement of a form; `stored`: a layer's single blocks, which another reads too."""
+    _check(input, weight, shape, bias)
+    (m, k), (a, b) = shape, static_shape(weight)[-2:]
+    grid = rows, cols = -(-m // a), -(-k // b)
+    x, columns = _samples(input, k, cols * b), False
+    if stored:
+        samples, values = x, weight
+        if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+            samples, values = to_autocast(x), to_autocast(weight)
+        columns = takes_columns(samples, values, grid, options)
+        if columns:
+            x, weight = samples, values
+    # As the sum's initial value, the bias spares a pass over the output.
+    starts = bias is not None and rows * a == m and x.dtype == weight.dtype == bias.dtype
+    initial = bias if starts else None
+    if columns:
+        result = BlockColumns(index["Row"], index["Col"], grid, options)(x, weight, initial)
     else:
-        out_shape = (None, call.grid[0], call.block[0])
-        result = run(BLOCK_LINEAR[form], facts, call.named(index), options, out_shape).flatten(1)
-    m = shape[0]
-    if call.grid[0] * call.block[0] != m:
+        named = {"W": weight, "X": x.reshape(x.shape[0], cols, b), **index}
+        if initial is not None:
+            named["Y"] = initial.reshape(rows, a)
+        result = run(BLOCK_LINEAR[form], facts, named, options, (None, rows, a)).flatten(1)
+    if rows * a != m:
         result = result[:, :m]
-    if bias is not None and call.initial is None:
+    if bias is not None and initial is None:
         result = result + bias.to(result.dtype)
     # Each view of a recorded tensor adds a node to the backward graph.
     return (result if input.ndim == 2 else result.reshape(*input.shape[:-1], m)).contiguous()
@@ -262,28 +217,6 @@ def block_linear_expression(weight: BlockFormat) -> str:
     return BLOCK_LINEAR["BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO"]
 
 
-def explain_block_linear(
-    input: Tensor,
-    weight: Tensor,
-    index: Mapping[str, Tensor],
-    shape: tuple[int, int],
-    bias: Tensor | None = None,
-    *,
-    options: Options = DEFAULT,
-    measure: bool = False,
-) -> Explanation:
-    """Explain how the statement of `block_linear_stored` runs; the arguments are the same."""
-    form = "slots" if "Slot" in index else "BlockCOO"
-    call = _operands(input, weight, shape, bias, options, stored=form == "BlockCOO")
-    if call.columns:
-        product = built_program(COLUMNS["Y"], COLUMNS_FACTS, options)
-        columns = BlockColumns(index["Row"], index["Col"], call.grid, options).operands_of(call.samples, call.weight)
-        named = {**call.named(index), **columns}
-    else:
-        product, named = block_linear_program(form, options), call.named(index)
-    return product.explain(tensors=named, out_shape=(None, call.grid[0], call.block[0]), measure=measure)
-
-
 def block_linear_statements(
     form: str, weight: Tensor, shape: tuple[int, int], options: Options = DEFAULT
 ) -> tuple[str, ...]:
@@ -298,12 +231,3 @@ def block_linear_statements(
     grid = -(-shape[0] // weight.shape[1]), -(-shape[1] // weight.shape[2])
     many = form == "BlockCOO" and many_by_columns(weight, grid, options)
     return (BLOCK_LINEAR[form], *((TRANSPOSED, COLUMNS["Y"]) if many else ()))
-
-
-def block_linear_program(form: str, options: Options = DEFAULT) -> Program:
-    """Return the program of a form of `BLOCK_LINEAR`, with the facts that a layer guarantees: to explain it.
-
-    >>> block_linear_program("BlockCOO").expression
-    'Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]'
-    """
-    return built_program(BLOCK_LINEAR[form], BLOCK_LINEAR_FACTS.get(form, NamedFacts()), options)

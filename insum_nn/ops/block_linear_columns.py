@@ -66,18 +66,9 @@ class BlockColumns(BoundSums):
 
     operands = _OPERANDS
 
-    @property
-    def index(self) -> dict[str, Tensor]:
-        """The index tensors of every statement."""
-        return {"Row": self.row, "Col": self.col}
-
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return (n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
         return multilinear(self, "Y", weight, x, initial=bias)
-
-    def operands_of(self, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of `COLUMNS["Y"]` by name."""
-        return {**self.index, "W": weight, "X": _columns(x, self.grid[1], self.options)}
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import (
-    Explanation,
     adds_atomically,
-    built_program,
     for_each_vector,
     is_traced,
     is_transformed,
@@ -23,7 +21,7 @@ from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumDeviceError, InsumDtypeError
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.graph_matrix import SYMMETRIC, GraphMatrix, Recipe, graph_matrix
-from insum_nn.ops.graph_product import CARRY, fixed_order, graph_compare, graph_product
+from insum_nn.ops.graph_product import fixed_order, graph_compare, graph_product
 from insum_nn.ops.statements import run, to_autocast, under_autocast, untraced
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import by_degrees, inverse_root
@@ -38,8 +36,6 @@ from insum_nn.structure.graph_entries import (
 
 __all__ = [
     "GRAPH_ENTRIES",
-    "explain_graph_conv",
-    "explain_product",
     "graph_conv",
     "graph_values",
     "to_product_dtype",
@@ -183,35 +179,6 @@ def to_product_dtype(x: Tensor, weights: Tensor | None) -> Tensor:
     if under_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64:
         return to_autocast(x)
     return x if weights is None else x.to(torch.promote_types(x.dtype, weights.dtype))
-
-
-def explain_graph_conv(
-    x: Tensor,
-    edge_index: Tensor,
-    edge_weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    recipe: Recipe = SYMMETRIC,
-    options: Options = DEFAULT,
-    measure: bool = False,
-) -> Explanation:
-    """Explain how the product of `graph_conv` runs: loop nest, plan, code."""
-    x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
-    graph = graph_matrix(edge_index, x.shape[0], recipe)
-    values = graph_values(graph, edge_weight, recipe, x.dtype, options)
-    return explain_product(graph, values, x, bias, options=options, measure=measure)
-
-
-def explain_product(
-    graph: GraphMatrix, values: Tensor, x: Tensor, bias: Tensor | None, *, options: Options, measure: bool
-) -> Explanation:
-    """Explain how a product with the matrix of a graph runs."""
-    grouped = graph.by_row
-    named = {**grouped.matrix.tensors, "Val": grouped.spread(values.detach()), "X": x.detach()}
-    if bias is not None and bias.dtype == x.dtype:
-        named["Out"] = bias.detach()
-    carry = built_program(CARRY, grouped.matrix.facts, fixed_order(options))
-    return carry.explain(tensors=named, out_shape=(graph.num_nodes, None), measure=measure)
 
 
 # Dynamo and TorchScript keep this operator; AOTAutograd, export and make_fx decompose it into torch's operations.

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, built_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -19,7 +18,6 @@ __all__ = [
     "pruned_conv2d",
     "pruned_conv2d_expression",
     "pruned_conv2d_output",
-    "pruned_conv2d_program",
 ]
 
 Pair = tuple[int, int]
@@ -161,12 +159,3 @@ def check_pruned_conv2d(input: Tensor, weight: Tensor, channels: int, bias: Tens
         )
     faults.layer_devices(weight, bias, "input", input)
     faults.raise_all()
-
-
-def pruned_conv2d_program(expression: str, options: Options = DEFAULT) -> Program:
-    """Return the program of a statement of `pruned_conv2d`, with the facts that a layer guarantees: to explain it.
-
-    >>> pruned_conv2d_program(pruned_conv2d_expression()).expression
-    'O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k],q+S[g,k]]'
-    """
-    return built_program(expression, PRUNED_CONV2D_FACTS, options)

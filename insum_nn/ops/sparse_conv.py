@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, built_program, by_table, compile, takes_table
+from insum_nn.compiler.api import by_table, takes_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -14,7 +14,6 @@ from insum_nn.ops.sparse_conv_table import (
     repeated_conv,
     table_conv,
     table_entries,
-    table_operands,
     table_statement,
 )
 from insum_nn.ops.statements import run, to_autocast
@@ -27,10 +26,9 @@ __all__ = [
     "SPARSE_CONV_GROUPS",
     "SPARSE_CONV_POINTWISE",
     "SPARSE_CONV_POINTWISE_GROUPS",
+    "VOXEL_FACTS",
     "check_features",
-    "map_program",
     "sparse_conv",
-    "sparse_conv_call",
     "sparse_conv_expression",
 ]
 
@@ -48,6 +46,8 @@ ROW_FACTS = NamedFacts(
     Cell=IndexFacts(masked=False, proven=True, unique=True),
     Row=IndexFacts(masked=False, proven=True),
 )
+VOXEL_FACTS = NamedFacts({**FACTS, **TABLE_FACTS, **ROW_FACTS})
+"""What maps and proven voxels guarantee of the index tensors of every statement over voxels."""
 
 
 def sparse_conv_expression(
@@ -141,20 +141,6 @@ def sparse_conv(
     return result if bias is None or initial is not None else result + bias.to(result.dtype)
 
 
-def sparse_conv_call(
-    features: Tensor,
-    weight: Tensor,
-    kernel_map: KernelMap | None,
-    bias: Tensor | None = None,
-    *,
-    groups: int = 1,
-    options: Options = DEFAULT,
-) -> _Statement:
-    """Return the statement that `sparse_conv` runs on these tensors, its operands by name, and the output's shape."""
-    features, weight, initial, table = _chosen(features, weight, kernel_map, bias, groups, options)
-    return _statement(features, weight, kernel_map, groups, initial, table=table)
-
-
 def _chosen(
     features: Tensor,
     weight: Tensor,
@@ -181,26 +167,14 @@ def _statement(
     kernel_map: KernelMap | None,
     groups: int,
     initial: Tensor | None,
-    *,
-    table: bool = False,
 ) -> _Statement:
-    if table and kernel_map is not None:
-        expression, named = table_statement(groups=groups), table_operands(features, weight, kernel_map, groups)
-    else:
-        expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
-        named = _values(features, weight, groups, pointwise=kernel_map is None)
-        named |= {} if kernel_map is None else kernel_map.tensors
+    expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
+    named = _values(features, weight, groups, pointwise=kernel_map is None)
+    named |= {} if kernel_map is None else kernel_map.tensors
     if initial is not None:
         named["Out"] = initial
     rows = None if kernel_map is None else kernel_map.num_outputs
     return expression, named, (rows, *(None,) * (1 if groups == 1 else 2))
-
-
-def map_program(expression: str, options: Options) -> Program:
-    """Return a statement over voxels compiled, with what maps and proven voxels guarantee of its index tensors."""
-    read = compile(expression, options=DEFAULT).statement.tensors()
-    known = {**FACTS, **TABLE_FACTS, **ROW_FACTS}
-    return built_program(expression, NamedFacts((name, fact) for name, fact in known.items() if name in read), options)
 
 
 def _checked(

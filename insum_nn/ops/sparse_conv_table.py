@@ -36,7 +36,7 @@ from insum_nn.facts import NamedFacts
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
 
-__all__ = ["repeated_conv", "table_conv", "table_entries", "table_operands", "table_statement"]
+__all__ = ["repeated_conv", "table_conv", "table_entries", "table_statement"]
 
 Kind = Literal["Out", "In", "W"]
 # A statement with a map's index tensors bound, which takes the two of `_OPERANDS` in order, and its output's shape.
@@ -82,12 +82,6 @@ def table_statement(*, groups: int = 1) -> str:
 def table_entries(kernel_map: KernelMap) -> int:
     """Return entries of a map's table, or of its inverse's where that is larger."""
     return kernel_map.geometry.volume * max(kernel_map.num_inputs, kernel_map.num_outputs)
-
-
-def table_operands(features: Tensor, weight: Tensor, kernel_map: KernelMap, groups: int) -> dict[str, Tensor]:
-    """Return the tensors of a convolution by their names in `table_statement`."""
-    values = {"In": _split("In", features, kernel_map, groups), "W": _split("W", weight, kernel_map, groups)}
-    return {**kernel_map.table.tensors, **values}
 
 
 def table_conv(

@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import built_program, call_traced, records_graph, to_autocast, under_autocast
-from insum_nn.compiler.options import Options
+from insum_nn.compiler.api import (
+    Program,
+    built_program,
+    call_traced,
+    compile,
+    records_graph,
+    to_autocast,
+    under_autocast,
+)
+from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts, NamedFacts
 
 __all__ = [
     "in_a_graph",
     "pad_axis",
+    "program_of",
     "run",
     "static_shape",
     "to_autocast",
@@ -39,6 +48,12 @@ def run(
         facts = NamedFacts((name, fact) for name, fact in facts.items() if name in named)
     known = facts if type(facts) is NamedFacts else NamedFacts(facts)
     return built_program(expression, known, options)(tensors=named, out_shape=out_shape)
+
+
+def program_of(expression: str, facts: Mapping[str, IndexFacts], options: Options) -> Program:
+    """Return the program with which `run` runs an expression on the tensors of these facts."""
+    read = compile(expression, options=DEFAULT).statement.tensors()
+    return built_program(expression, NamedFacts((name, fact) for name, fact in facts.items() if name in read), options)
 
 
 def pad_axis(tensor: Tensor, axis: int, extent: int) -> Tensor:

@@ -155,14 +155,20 @@ def test_statements_of_forward_are_printed(name: str, device: torch.device, monk
     [name for name in LAYERS if name.startswith(("Sparse", "SubM", "ToDense", "AddTable", "Block", "Pruned"))],
 )
 def test_the_program_that_runs_is_explained(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """Also without an input."""
+    """Without an input, and with one."""
     made = LAYERS[name].module().to(device).eval()
     inputs = [t.to(device) for t in LAYERS[name].inputs(5)]
     layer: Any = made.get_submodule("layer")
     if isinstance(layer, layers.SparseSequential):
         layer = layer[-1]
+    seen: list[Any] = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     ran = specs_of(monkeypatch, lambda: made(*inputs))
     assert layer._program().spec == ran[-1]
+    explained = str(layer.explain(seen[0]))
+    assert ran[-1].expression in explained
+    # Only a call knows extents.
+    assert "extents" in explained
 
 
 # `right` is a product of its own; `AddTableMisaligned` reads which voxels its inputs share, which no graph can.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from insum_nn.compiler.api import Explanation, statement_calls
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import COO, BlockCOO, BlockGroupCOO
@@ -15,7 +18,6 @@ from insum_nn.ops.block_linear import (
     block_linear,
     block_linear_expression,
     block_linear_stored,
-    explain_block_linear,
 )
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.oracle import assert_gradients, assert_same, strided
@@ -46,6 +48,10 @@ def block_weight(
     if group is None:
         return BlockCOO.from_dense(dense, block_shape=(a, b), mask=mask)
     return BlockGroupCOO.from_dense(dense, block_shape=(a, b), mask=mask, group_size=group)
+
+
+def explained(*call: Any) -> Explanation:
+    return statement_calls(lambda: block_linear_stored(*call))[-1].explain()
 
 
 def assert_linear(weight: BlockCOO | BlockGroupCOO, x: Tensor, bias: Tensor | None) -> None:
@@ -140,7 +146,7 @@ def test_many_blocks_are_multiplied_as_a_dense_weight(side: int, share: float, d
         return functional.linear(x, tiles.transpose(1, 2).reshape(256, 256), *rest)
 
     assert_same(lambda x, values, *rest: block_linear_stored(x, values, index, (256, 256), *rest), exact, leaves)
-    explanation = explain_block_linear(*leaves[:2], index, (256, 256))
+    explanation = explained(*leaves[:2], index, (256, 256))
     ran = [str(part.statement) for part in explanation.parts]
     assert ran == (["T[Row[p],a,Col[p],b] += W[p,a,b]", "Y[n,i,a] += T[i,a,j,b] * X_read[n,j,b]"] if dense else [])
     compiled = torch.compile(
@@ -148,7 +154,7 @@ def test_many_blocks_are_multiplied_as_a_dense_weight(side: int, share: float, d
     )
     want = block_linear_stored(*leaves[:2], index, (256, 256), options=Options(backend="eager"))
     torch.testing.assert_close(compiled(*leaves[:2]), want, atol=1e-3, rtol=1e-3)
-    assert not explain_block_linear(leaves[0][:9], leaves[1], index, (256, 256)).parts
+    assert not explained(leaves[0][:9], leaves[1], index, (256, 256)).parts
 
 
 def test_a_feature_that_no_block_reads_does_not_count():
@@ -164,7 +170,7 @@ def test_no_grid_wide_intermediate_in_the_statement():
     weight = block_weight((64, 96, (8, 8), 0.1))
     assert weight.num_blocks < 96
     index = {"Row": weight.row, "Col": weight.col}
-    text = str(explain_block_linear(torch.randn(5, 96, dtype=torch.float64), weight.values, index, weight.shape))
+    text = str(explained(torch.randn(5, 96, dtype=torch.float64), weight.values, index, weight.shape))
     assert "torch.matmul" in text
 
 

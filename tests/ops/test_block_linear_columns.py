@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from insum_nn.compiler.api import takes_columns
+from insum_nn.compiler.api import statement_calls, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockCOO
-from insum_nn.ops.block_linear import block_linear_stored, explain_block_linear
+from insum_nn.ops.block_linear import block_linear_stored
 from insum_nn.ops.block_linear_columns import BlockColumns
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.oracle import assert_same
@@ -135,7 +135,7 @@ def test_the_layers_product_on_a_gpu(dtype, bias):
     close = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}[dtype]
     for a, e in zip((found, *got), (requested, *right), strict=True):
         assert (a.double() - e).abs().max() <= close * e.abs().max()
-    assert "X[Col[p],b,n]" in str(explain_block_linear(x, weight, index, shape))
+    assert "X[Col[p],b,n]" in str(statement_calls(lambda: block_linear_stored(x, weight, index, shape))[-1].explain())
 
 
 @pytest.mark.gpu

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
-from insum_nn.ops.sparse_conv import SPARSE_CONV, map_program, sparse_conv, sparse_conv_call
+from insum_nn.ops.sparse_conv import SPARSE_CONV, sparse_conv
+from insum_nn.ops.statements import program_of
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry
+from insum_nn.structure.kernel_map import FACTS, Geometry
 from insum_nn.structure.kernel_map.build import build_kernel_map
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.conv_oracle import dense_conv, geometry, random_sites, read
@@ -112,14 +114,14 @@ def test_inverse_map_is_the_transpose():
 
 def test_maps_of_different_sizes_share_a_program():
     how = geometry("subm", (3, 3, 3))
-    program = map_program(SPARSE_CONV, Options())
+    program = program_of(SPARSE_CONV, FACTS, Options())
     for count in (0, 1, 2, 40, 90):
         sites = random_sites((5, 5, 5), 2, count)
         leaves = operands(sites, how, 1)
         near = build_kernel_map(sites, how)
         want = read(dense_conv(*leaves, sites, how), near.out_indices)
         torch.testing.assert_close(sparse_conv(leaves[0], leaves[1], near, leaves[2]), want)
-    assert map_program(SPARSE_CONV, Options()) is program
+    assert program_of(SPARSE_CONV, FACTS, Options()) is program
 
 
 @pytest.mark.parametrize("kind", ["subm", "conv", "transpose"])
@@ -199,9 +201,11 @@ def test_matches_the_reference_interpreter():
     how = geometry("conv", (2, 2), 1, 1)
     near = build_kernel_map(sites, how)
     features, weight, _ = operands(sites, how, 1, channels=2)
-    _, named, _ = sparse_conv_call(features, weight, near)
-    want = map_program(SPARSE_CONV, Options()).reference(tensors=named, out_shape=(near.num_outputs, None))
-    torch.testing.assert_close(sparse_conv(features, weight, near), want)
+    found = []
+    (call,) = statement_calls(lambda: found.append(sparse_conv(features, weight, near)))
+    assert call.program.expression == SPARSE_CONV
+    want = call.program.reference(tensors=call.tensors, out_shape=call.out_shape)
+    torch.testing.assert_close(found[0], want)
 
 
 class TestBadInput:
@@ -266,8 +270,9 @@ def test_nothing_of_the_size_of_all_pairs_and_channels_is_formed():
         nonlocal largest
         largest = max(largest, tensor.numel())
 
-    program = map_program(SPARSE_CONV, Options())
-    named = {name: tensor.detach() for name, tensor in sparse_conv_call(features, weight, near)[1].items()}
+    program = program_of(SPARSE_CONV, FACTS, Options())
+    (call,) = statement_calls(lambda: sparse_conv(features, weight, near))
+    named = {name: tensor.detach() for name, tensor in call.tensors.items()}
     with Results(watch):
         result = program(tensors=named, out_shape=(near.num_outputs, None))
     assert features.numel() <= largest < whole / 3

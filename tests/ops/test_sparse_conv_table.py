@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from insum_nn.compiler.api import by_table
+from insum_nn.compiler.api import by_table, statement_calls
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.errors import InsumRangeError
@@ -20,9 +20,7 @@ from insum_nn.ops import sparse_conv_table
 from insum_nn.ops.sparse_conv import (
     SPARSE_CONV,
     SPARSE_CONV_GROUPS,
-    map_program,
     sparse_conv,
-    sparse_conv_call,
     sparse_conv_expression,
 )
 from insum_nn.ops.sparse_conv_table import table_statement
@@ -197,7 +195,8 @@ def test_on_a_gpu_the_table_is_used_where_kernels_are_generated(gpu, monkeypatch
         (Options(backend="inductor"), SPARSE_CONV),
     ):
         assert sparse_conv_expression(device=gpu, options=options) == want
-        assert sparse_conv_call(features, weight, near, options=options)[0] == want
+        (call,) = statement_calls(lambda: sparse_conv(features, weight, near, options=options))  # noqa: B023
+        assert call.program.expression == want
     monkeypatch.setattr(statement_choice, "generates_kernels", lambda: False)
     assert sparse_conv_expression(device=gpu) == SPARSE_CONV
 
@@ -225,6 +224,7 @@ def test_layers_show_the_statement_of_their_device(ran):
     assert TABLE in repr(layer)
     assert TABLE in str(layer.explain())
     assert TABLE in str(layer.explain(x))
+    ran.clear()
     layer(x)
     assert ran == [TABLE]
 
@@ -233,10 +233,11 @@ def test_matches_the_reference_interpreter(ran):
     how = geometry("conv", (2, 2), 1, 1)
     near = build_kernel_map(random_sites((3, 4), 1, 5), how)
     features, weight, _ = operands(near.inputs, how, 1, channels=2)
-    expression, named, shape = sparse_conv_call(features, weight, near, options=EAGER)
-    assert expression == TABLE
-    want = map_program(expression, EAGER).reference(tensors=named, out_shape=shape)
-    torch.testing.assert_close(sparse_conv(features, weight, near, options=EAGER), want)
+    found = []
+    (call,) = statement_calls(lambda: found.append(sparse_conv(features, weight, near, options=EAGER)))
+    assert call.program.expression == TABLE
+    want = call.program.reference(tensors=call.tensors, out_shape=call.out_shape)
+    torch.testing.assert_close(found[0], want)
 
 
 def test_tables_too_large_leave_the_pairs(ran, monkeypatch):
@@ -247,10 +248,11 @@ def test_tables_too_large_leave_the_pairs(ran, monkeypatch):
     monkeypatch.setattr(sys.modules["insum_nn.ops.sparse_conv"], "MOST_ENTRIES", 9 * 20 - 1)
     # What was chosen for a map stays.
     near = build_kernel_map(near.inputs, near.geometry)
-    torch.testing.assert_close(sparse_conv(features, weight, near, bias, options=EAGER), want)
-    expression, named, _ = sparse_conv_call(features, weight, near, bias, options=EAGER)
-    assert expression == SPARSE_CONV
-    assert named["Out"] is bias
+    found = []
+    (call,) = statement_calls(lambda: found.append(sparse_conv(features, weight, near, bias, options=EAGER)))
+    torch.testing.assert_close(found[0], want)
+    assert call.program.expression == SPARSE_CONV
+    assert call.tensors["Out"] is bias
     assert ran == [TABLE]
 
 
@@ -413,7 +415,8 @@ def test_generated_kernels_on_a_gpu(case, inverse, dtype, gpu):
 def test_derivatives_on_a_gpu(groups, gpu):
     how = geometry("conv", (3, 2), 2, 1)
     near = build_kernel_map(random_sites((4, 5), 1, 6, device=gpu), how)
-    assert sparse_conv_call(*operands(near.inputs, how, groups)[:2], near, groups=groups)[0].startswith("Out[Order")
+    (call,) = statement_calls(lambda: sparse_conv(*operands(near.inputs, how, groups)[:2], near, groups=groups))
+    assert call.program.expression.startswith("Out[Order")
     leaves = operands(near.inputs, how, groups, channels=2)
     assert_gradients(lambda x, w, b: sparse_conv(x, w, near, b, groups=groups), leaves)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequ
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
 from insum_nn.facts import IndexFacts
 
-__all__ = ["explain_call"]
+__all__ = ["explain_call", "median_seconds"]
 
 Inputs = tuple[Sequence[Tensor], Tensor | None]
 
@@ -67,6 +67,14 @@ def explain_call(
         compiled=all(part.compiled for part in parts),
         _choices=tuple(_choices(program, parts)),
     )
+
+
+def median_seconds(call: Callable[[], object]) -> float:
+    """Return the median seconds of a call."""
+    from torch.utils.benchmark import Timer
+
+    call()
+    return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)
 
 
 def _by_pair(whole: Explanation, program: PairProgram) -> Explanation:

@@ -12,6 +12,7 @@ from torch import Tensor
 from insum_nn.compiler.runtime.arguments import call_key
 from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, call_kind
 from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.compiler.runtime.unsized_call import Call
 from insum_nn.tensor_cache import insert
 
@@ -84,6 +85,8 @@ class BoundProgram:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(*others, out_shape=out_shape, initial=initial, key=key, plain=plain)
+        if watch.calls is not None:
+            return self.program(tensors=self.named(others, initial), out_shape=out_shape)
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
@@ -124,7 +127,7 @@ class BoundProgram:
             # Another structure's, which checks all that may differ.
             found = calls.get(call_kind(self._spec, ordered))
             call = self._call = None if found is None else found.call
-        if call is not None:
+        if call is not None and watch.calls is None:
             result = call(ordered, initial, out_shape)
             if result is not None:
                 return result

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
-from insum_nn.compiler.explain.sequence import explain_call
+from insum_nn.compiler.explain.sequence import explain_call, median_seconds
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.check import check_names, check_statement
 from insum_nn.compiler.lang.declared_facts import Origin
@@ -37,6 +37,7 @@ from insum_nn.compiler.runtime.dispatch import (
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
 from insum_nn.compiler.runtime.modes import to_autocast
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
+from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.compiler.runtime.tracing.traced import call_operator
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
@@ -157,6 +158,8 @@ class Program:
             check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
         if tensors:
             named = {**tensors, **named} if named else tensors  # type: ignore[assignment]
+        if watch.calls is not None:
+            watch.saw(self, named, sizes, out_shape)
         spec = self._spec
         if spec.origin != "builder":
             # Facts of a builder hold of its own tensors, so they are passed as they are.
@@ -410,21 +413,12 @@ class Program:
         bound, program = prepare(self._spec, ordered, initial, extents)
         if isinstance(program, Executable):
             program = in_names_of(program, bound)
-        seconds = _time(self._spec, ordered, initial, extents) if measure else None
+        seconds = median_seconds(partial(run_spec, self._spec, ordered, initial, extents)) if measure else None
         return about(extents, program, (ordered, initial), seconds, facts=bound.named_facts)
 
 
 def _rebuild(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> Program:
     return Program._of(spec, sizes, spec.statement.indices() if spec.drop_outside else sizes, out_shape)
-
-
-def _time(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> float:
-    """Median seconds of a call."""
-    from torch.utils.benchmark import Timer
-
-    run_spec(spec, tensors, initial, extents)
-    timer = Timer("call()", globals={"call": partial(run_spec, spec, tensors, initial, extents)})
-    return float(timer.blocked_autorange(min_run_time=0.1).median)
 
 
 class ProgramSum:

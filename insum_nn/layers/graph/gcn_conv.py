@@ -9,11 +9,12 @@ from typing import Any, ClassVar, NamedTuple, Optional, cast
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
 from insum_nn.layers.statement_layer import StatementLayer
-from insum_nn.ops.adjacency_product import adjacency_product, explain_adjacency_product
-from insum_nn.ops.graph_conv import GRAPH_ENTRIES, explain_graph_conv, graph_conv
+from insum_nn.ops.adjacency_product import adjacency_product
+from insum_nn.ops.graph_conv import GRAPH_ENTRIES, graph_conv
 from insum_nn.ops.graph_matrix import Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.graph_product import CARRY
 from insum_nn.ops.statements import static_shape, untraced
@@ -198,15 +199,9 @@ class GCNConv(peer.GCNConv, StatementLayer):
         Returns:
             The compiler's `Explanation`.
         """
-        graph = self._graph(x, edge_index, edge_weight)
         with torch.no_grad():
-            if isinstance(graph, Adjacency):
-                rows, bias, _ = self._rows(x, self._aggregates_first(x, graph.value))
-                return explain_adjacency_product(rows, graph, bias, options=self.options, measure=measure)
-            rows, bias, _ = self._rows(x, self._aggregates_first(x, graph.edge_weight))
-            return explain_graph_conv(
-                rows, *graph[:2], bias, recipe=graph.recipe, options=self.options, measure=measure
-            )
+            product = statement_calls(lambda: self._fused(x, edge_index, edge_weight))[-1]
+        return product.explain(measure=measure)
 
     # Which path.
 

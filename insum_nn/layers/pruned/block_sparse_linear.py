@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Self, cast
 
 import torch
@@ -10,15 +11,14 @@ from torch import Tensor, nn
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
+from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, GroupSize
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR,
     BLOCK_LINEAR_FACTS,
-    block_linear_program,
     block_linear_statements,
     block_linear_stored,
-    explain_block_linear,
 )
 from insum_nn.structure.pruning import group_norms, magnitude_mask, touched_blocks
 
@@ -287,14 +287,8 @@ class BlockSparseLinear(PrunedModule):
         shape = (self.out_features, self.in_features)
         return block_linear_stored(input, self.weight, self.index, shape, self.bias, options=self.options)
 
-    def _program(self) -> Any:
-        return block_linear_program(self._form, self.options)
-
-    def _explain_call(self, input: Tensor, *, measure: bool) -> Any:
-        shape = (self.out_features, self.in_features)
-        return explain_block_linear(
-            input, self.weight, self.index, shape, self.bias, options=self.options, measure=measure
-        )
+    def _facts(self) -> Mapping[str, IndexFacts]:
+        return BLOCK_LINEAR_FACTS[self._form]
 
     def extra_repr(self) -> str:
         """Sizes, and what is stored."""

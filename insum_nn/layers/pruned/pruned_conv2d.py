@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Self, cast
 
 import torch
@@ -12,14 +13,15 @@ from torch.nn.grad import conv2d_weight
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.facts import IndexFacts
 from insum_nn.formats import GroupSize
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.pruned_conv import (
+    PRUNED_CONV2D_FACTS,
     check_pruned_conv2d,
     pruned_conv2d,
     pruned_conv2d_expression,
     pruned_conv2d_output,
-    pruned_conv2d_program,
 )
 from insum_nn.structure.pruning import filter_mask
 
@@ -300,6 +302,9 @@ class PrunedConv2d(PrunedModule):
         padding = (top, left) if self.padding_mode == "zeros" else (0, 0)
         return (pruned_conv2d_expression(self.stride, padding),)
 
+    def _facts(self) -> Mapping[str, IndexFacts]:
+        return PRUNED_CONV2D_FACTS
+
     def forward(self, input: Tensor) -> Tensor:
         """Convolve.
 
@@ -319,7 +324,8 @@ class PrunedConv2d(PrunedModule):
         images = input.unsqueeze(0) if single else input
         check_pruned_conv2d(images, self.weight, self.in_channels, self.bias, self._statements()[0])
         images, zeros = self._padded(images)
-        output = self._output(images, zeros)
+        size = images.shape[2], images.shape[3]
+        output = pruned_conv2d_output(size, self.kernel_size, self.stride, zeros, self.dilation)
         result = pruned_conv2d(
             images,
             self.weight,
@@ -332,20 +338,6 @@ class PrunedConv2d(PrunedModule):
             options=self.options,
         )
         return result.squeeze(0) if single else result
-
-    def _output(self, images: Tensor, zeros: tuple[Pair, Pair]) -> Pair:
-        size = images.shape[2], images.shape[3]
-        return pruned_conv2d_output(size, self.kernel_size, self.stride, zeros, self.dilation)
-
-    def _program(self) -> Any:
-        return pruned_conv2d_program(self._statements()[0], self.options)
-
-    def _explain_call(self, input: Tensor, *, measure: bool) -> Any:
-        check_pruned_conv2d(input, self.weight, self.in_channels, self.bias, self._statements()[0])
-        images, zeros = self._padded(input)
-        shape = (None, self.out_channels, *self._output(images, zeros))
-        named = {"I": images, "F": self.weight, **self.index}
-        return self._program().explain(tensors=named, out_shape=shape, measure=measure)
 
     def extra_repr(self) -> str:
         """Arguments that differ from their defaults, and what is stored."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
-from insum_nn.layers.statement_layer import StatementLayer
+from insum_nn.facts import IndexFacts
+from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
-from insum_nn.ops.sparse_conv import map_program
+from insum_nn.ops.sparse_conv import VOXEL_FACTS
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
 
@@ -62,17 +62,11 @@ class SparseModule(Unscriptable, nn.Module):
         self._sparse_unique_name = ""
 
 
-class StatementModule(StatementLayer, SparseModule):
+class StatementModule(ExplainedLayer, SparseModule):
     """A module over sparse tensors that runs a statement."""
 
-    options: Options = DEFAULT
-
-    def _program(self) -> Any:
-        return map_program(self._statements()[0], self.options)
-
-    def explain(self) -> Any:
-        """Explain how the layer's statement runs; see `Program.explain`."""
-        return self._program().explain()
+    def _facts(self) -> Mapping[str, IndexFacts]:
+        return VOXEL_FACTS
 
 
 def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) -> list[int]:

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.layers.voxel.base import VOXEL_COUNT, IntOrInts, StatementModule
 from insum_nn.layers.voxel.conv_base import SparseConvolutionBase, activation_name
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
-from insum_nn.ops.sparse_conv import map_program, sparse_conv_call, sparse_conv_expression
+from insum_nn.ops.sparse_conv import sparse_conv_expression
 from insum_nn.structure.conv_weights import export_weight, import_weight
 
 __all__ = [
@@ -47,7 +46,7 @@ _VERSION_BY_SHAPE = 2
 _BY_PAIRS = "in graphs that torch records, under transforms, and for tables of more than 2^28 entries"
 
 
-class SparseConvolution(SparseConvolutionBase, ExplainedLayer, StatementModule):
+class SparseConvolution(SparseConvolutionBase, StatementModule):
     """A convolution over the active voxels of a `SparseConvTensor`; base of all kinds.
 
         Out[OutIdx[g,q],d] += In[InIdx[g,q],c] * W[Off[g],c,d]     on a CPU
@@ -168,13 +167,6 @@ class SparseConvolution(SparseConvolutionBase, ExplainedLayer, StatementModule):
             (m, O) features over the output's voxels, with this layer's map under its key.
         """
         return self._convolve(input, self.weight, self.bias, add_input, self.act_type, self.act_alpha)
-
-    def _explain_call(self, input: SparseConvTensor, *, measure: bool) -> Any:
-        kernel_map = None if self.conv1x1 else self.kernel_map(input)
-        expression, named, shape = sparse_conv_call(
-            input.features, self.dense_weight, kernel_map, self.bias, groups=self.groups, options=self.options
-        )
-        return map_program(expression, self.options).explain(tensors=named, out_shape=shape, measure=measure)
 
 
 def _add_missing_count(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

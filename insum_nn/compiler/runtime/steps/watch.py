@@ -1,0 +1,83 @@
+"""Which statements a call of a layer or an operator runs, and on what: for explanations, and for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+__all__ = ["StatementCall", "statement_calls", "watch"]
+
+
+class _Program(Protocol):
+    @property
+    def expression(self) -> str: ...
+
+    def explain(self, **call: Any) -> Any: ...
+
+
+class StatementCall(NamedTuple):
+    """A statement that ran.
+
+    Attributes:
+        program: its program.
+        tensors: what it read by name, the initial value among them.
+        sizes: extents that no tensor shows.
+        out_shape: the output's, as the call gave it.
+    """
+
+    program: _Program
+    tensors: Mapping[str, Tensor]
+    sizes: Mapping[str, int] | None
+    out_shape: Sequence[int | None] | None
+
+    def explain(self, *, measure: bool = False) -> Any:
+        """Explain how it ran; see `Program.explain`."""
+        tensors = {name: tensor.detach() for name, tensor in self.tensors.items()}
+        return self.program.explain(tensors=tensors, sizes=self.sizes, out_shape=self.out_shape, measure=measure)
+
+
+class _Watch:
+    """What calls of programs look at: `calls` is `None` unless some thread collects its own.
+
+    One attribute of one object, since each call of each program reads it.
+    """
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: dict[int, list[StatementCall]] | None = None
+
+    def saw(self, *call: Any) -> None:
+        """Keep a call of the thread that runs, if it collects its calls."""
+        own = None if self.calls is None else self.calls.get(threading.get_ident())
+        if own is not None:
+            own.append(StatementCall(*call))
+
+
+watch = _Watch()
+_lock = threading.Lock()
+
+
+def statement_calls(function: Callable[[], object]) -> list[StatementCall]:
+    """Call a function, and return the statements that it ran in this thread, in order.
+
+    >>> from insum_nn.compiler.runtime.program import Program
+    >>> import torch
+    >>> calls = statement_calls(lambda: Program("y[i] += x[i]")(x=torch.ones(2)))
+    >>> calls[0].program.expression, calls[0].tensors["x"].tolist()
+    ('y[i] += x[i]', [1.0, 1.0])
+    """
+    own: list[StatementCall] = []
+    key = threading.get_ident()
+    with _lock:
+        watch.calls = {**(watch.calls or {}), key: own}
+    try:
+        function()
+    finally:
+        with _lock:
+            rest = {thread: calls for thread, calls in (watch.calls or {}).items() if thread != key}
+            watch.calls = rest or None
+    return own
