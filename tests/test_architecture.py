@@ -116,8 +116,8 @@ CACHED_FUNCTIONS: dict[str, str] = {
 # What torch sees of an operator while it traces is `compiler/runtime/tracing/`.
 # file of ops/ or layers/ -> why it registers an operator of its own all the same; each line here is a debt.
 OWN_OPERATORS: dict[str, str] = {
-    "insum_nn/ops/adjacency_product.py": "gradients by the transposed matrix; those of the statement would sort it",
-    "insum_nn/ops/graph_conv.py": "keeps the graph of calls that promise an order: a compiled step 2.1 ms, without 24",
+    "insum_nn/ops/graph_conv.py": "keeps the graph of calls that promise an order: a compiled step 2.1 ms, without 24; "
+    "of an `Adjacency` takes gradients by the transposed matrix, where those of the statement would sort it",
     "insum_nn/ops/tensor_product.py": "TorchScript keeps it; on a GPU several gradients are one kernel behind it",
     "insum_nn/ops/tensor_product_right.py": "TorchScript keeps it",
 }

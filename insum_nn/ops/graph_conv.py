@@ -1,33 +1,50 @@
-"""Graph convolution without its weights: the matrix of a graph, normalised by degrees, times node features."""
+"""Graph convolution without its weights: the matrix of a graph, normalised by degrees, times node features.
+
+    Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
+
+The graph is an edge list, or an `Adjacency`, which was normalised and sorted before: nothing of it is made in a call.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import (
     adds_atomically,
+    built_program,
     for_each_vector,
+    inline_by_rows,
     is_traced,
     is_transformed,
+    multilinear_traced,
     options_text,
     recorded,
     records_graph,
 )
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.dtypes import wide_dtype
-from insum_nn.errors import InsumDeviceError, InsumDtypeError
+from insum_nn.errors import InsumDeviceError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.graph_matrix import SYMMETRIC, GraphMatrix, Recipe, graph_matrix
-from insum_nn.ops.graph_product import fixed_order, graph_compare, graph_product
-from insum_nn.ops.statements import run, to_autocast, under_autocast, untraced
+from insum_nn.ops.graph_matrix import (
+    CARRY,
+    COMPARE,
+    OPERANDS,
+    SYMMETRIC,
+    GraphMatrix,
+    Recipe,
+    fixed_order,
+    graph_compare,
+    graph_matrix,
+    graph_product,
+)
+from insum_nn.ops.statements import run, static_shape, to_autocast, under_autocast, untraced
+from insum_nn.structure.adjacency import Adjacency
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import by_degrees, inverse_root
 from insum_nn.structure.graph_entries import (
-    Flow,
-    Loops,
     check_edge_index,
     check_edge_weight,
     edge_entries,
@@ -36,13 +53,12 @@ from insum_nn.structure.graph_entries import (
 
 __all__ = [
     "GRAPH_ENTRIES",
+    "adjacency_product",
     "graph_conv",
-    "graph_values",
-    "to_product_dtype",
 ]
 
 
-def graph_values(
+def _graph_values(
     graph: GraphMatrix, edge_weight: Tensor | None, recipe: Recipe, dtype: torch.dtype, options: Options = DEFAULT
 ) -> Tensor:
     """Return (p,) the values of a graph's entries.
@@ -129,24 +145,22 @@ def graph_conv(
     [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
     x, edge_weight = _agree(x, edge_index, edge_weight, recipe)
+    initial = None
     if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
-        constants = recipe.normalize, recipe.loops, recipe.fill, recipe.flow, options_text(options)
-        out = torch.ops.insum_nn.graph_conv(x, edge_index, edge_weight, *constants)
-        return out if bias is None else out + bias
-    if is_traced(x, edge_index, edge_weight, bias):
+        out = torch.ops.insum_nn.graph_conv(x, edge_index, edge_weight, *recipe, options_text(options))
+    elif is_traced(x, edge_index, edge_weight, bias):
         if records_graph((x,)) and not (options.validate or options.deterministic):
             out = _in_graph(x, edge_index, edge_weight, recipe, options)
         else:
-            constants = recipe.normalize, recipe.loops, recipe.fill, recipe.flow, options_text(options)
-            out = torch.ops.insum_nn.graph_conv_call(x, edge_index, edge_weight, *constants, False)
-        return out if bias is None else out + bias
-    graph = graph_matrix(edge_index, x.shape[0], recipe, again=options.validate)
-    values = graph_values(graph, edge_weight, recipe, x.dtype, options)
-    if bias is None or bias.dtype != x.dtype:
-        out = graph_product(graph, values, x, options=options)
-        return out if bias is None else out + bias
-    # As the sum's initial value it spares a pass over the output.
-    return graph_product(graph, values, x, bias=bias, options=options)
+            constants = *recipe, options_text(options), False
+            out = torch.ops.insum_nn.graph_conv_call(x, edge_index, edge_weight, *constants)
+    else:
+        graph = graph_matrix(edge_index, x.shape[0], recipe, again=options.validate)
+        values = _graph_values(graph, edge_weight, recipe, x.dtype, options)
+        # As the sum's initial value the bias spares a pass over the output.
+        initial = bias if bias is not None and bias.dtype == x.dtype else None
+        out = graph_product(graph, values, x, bias=initial, options=options)
+    return out if bias is None or initial is not None else out + bias
 
 
 def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
@@ -159,22 +173,16 @@ def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Re
             fix=f"move the graph with edge_index.to('{x.device}').",
         )
     if edge_weight is not None:
-        if recipe.normalize and not edge_weight.is_floating_point():
-            raise InsumDtypeError(
-                f"'edge_weight' must be floating-point to be normalised, got {edge_weight.dtype}",
-                fix="pass edge_weight.float().",
-                got=edge_weight.dtype,
-            )
         if torch.jit.is_tracing():
             with untraced():
-                check_edge_weight(edge_weight, edge_index.shape[1])
+                check_edge_weight(edge_weight, edge_index.shape[1], normalized=recipe.normalize)
             edge_weight = edge_weight if edge_weight.ndim == 1 else edge_weight.squeeze(1)
         else:
-            edge_weight = check_edge_weight(edge_weight, edge_index.shape[1])
-    return to_product_dtype(x, edge_weight), edge_weight
+            edge_weight = check_edge_weight(edge_weight, edge_index.shape[1], normalized=recipe.normalize)
+    return _to_product_dtype(x, edge_weight), edge_weight
 
 
-def to_product_dtype(x: Tensor, weights: Tensor | None) -> Tensor:
+def _to_product_dtype(x: Tensor, weights: Tensor | None) -> Tensor:
     """Cast features to the dtype of their product with weights: autocast's where it is active, else promoted."""
     if under_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64:
         return to_autocast(x)
@@ -189,8 +197,9 @@ torch.library.define(
 )
 
 
-def _of_constants(normalize: bool, loops: Loops, fill: float, flow: Flow, options: str) -> tuple[Recipe, Options]:
-    return Recipe(normalize, loops, fill, flow), Options.from_json(options)
+def _of_constants(*constants: Any) -> tuple[Recipe, Options]:
+    *recipe, options = constants
+    return Recipe(*recipe), Options.from_json(options)
 
 
 @torch.library.impl("insum_nn::graph_conv", "CompositeImplicitAutograd")
@@ -238,7 +247,7 @@ def _operator(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, *rest: 
     *constants, transposed = rest
     recipe, options = _of_constants(*constants)
     graph = graph_matrix(edge_index, x.shape[0], recipe, again=options.validate)
-    values = graph_values(graph, edge_weight, recipe, x.dtype, options)
+    values = _graph_values(graph, edge_weight, recipe, x.dtype, options)
     return graph_product(graph, values, x, transposed=transposed, options=options)
 
 
@@ -259,7 +268,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, edge_index: Tensor, edge_weight: T
     of_values = graph_compare(graph, *((x, grad) if transposed else (grad, x)), options)
     with recorded():
         weight = edge_weight.detach().requires_grad_()
-        values = graph_values(graph, weight, recipe, x.dtype, options)
+        values = _graph_values(graph, weight, recipe, x.dtype, options)
         (of_weight,) = torch.autograd.grad(values, weight, of_values)
     return of_weight
 
@@ -289,3 +298,121 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _operator.register_autograd(_operator_backward, setup_context=_operator_context)
+
+
+# The same with a graph that was normalised and sorted before. A graph that torch records takes the matrix and its
+# transpose as inputs, and gradients are products with either.
+
+_SORTED = NamedFacts(Row=IndexFacts(sorted=True, masked=False, proven=True), Col=IndexFacts(masked=False, proven=True))
+_AS_IT_IS = Recipe(normalize=False, loops="none")
+
+
+def adjacency_product(
+    x: Tensor, adjacency: Adjacency, bias: Tensor | None = None, *, options: Options = DEFAULT
+) -> Tensor:
+    """Sum node features along the edges of a graph.
+
+        Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
+
+    Args:
+        x: (n, f); differentiable.
+        adjacency: the matrix; its `value` is differentiable. Dtypes are promoted as in a product.
+        bias: (f,), added to every row; differentiable. Dtypes are promoted as in a sum.
+        options: compile options.
+
+    Returns:
+        (n, f).
+
+    Raises:
+        InsumShapeError: the matrix has not one row per node.
+        InsumDeviceError: tensors of two devices.
+
+    >>> graph = Adjacency.from_edges(torch.tensor([[0, 1], [1, 2]]), num_nodes=3, normalize=False)
+    >>> adjacency_product(torch.eye(3), graph).tolist()
+    [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+    x = _agree_with(x, adjacency)
+    value = adjacency.value
+    initial = bias if bias is not None and bias.dtype == x.dtype else None
+    if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing() or is_traced(x, value, bias):
+        out = torch.ops.insum_nn.adjacency_product(x, list(adjacency), initial, options_text(options))
+    else:
+        graph = GraphMatrix.of_adjacency(adjacency)
+        values = _graph_values(graph, value, _AS_IT_IS, x.dtype, options)
+        out = graph_product(graph, values, x, bias=initial, options=options)
+    return out if bias is None or initial is not None else out + bias
+
+
+def _agree_with(x: Tensor, adjacency: Adjacency) -> Tensor:
+    """Check that the operands fit; return the features, in the dtype of the product."""
+    value, nodes = adjacency.value, static_shape(x)[0]
+    if value.device != x.device:
+        raise InsumDeviceError(
+            "node features and the adjacency are on different devices",
+            details=[f"x is on {x.device}, the adjacency on {value.device}"],
+            fix=f"move its tensors to '{x.device}', or build it from an edge_index that is there.",
+        )
+    if nodes != adjacency.num_nodes:
+        raise InsumShapeError(
+            "the adjacency does not fit the node features",
+            details=[f"expected a row of features for each of {adjacency.num_nodes} nodes; got {nodes}"],
+            fix="pass one row of features per node of the graph.",
+            expected=adjacency.num_nodes,
+            got=nodes,
+        )
+    return _to_product_dtype(x, value)
+
+
+class _AdjacencySums(NamedTuple):
+    """The sums of a matrix over its entries: for receivers, for senders, and one number per entry.
+
+    Attributes:
+        adjacency: the matrix.
+        learned: there are gradients of its values, to which the transposed ones do not lead.
+        options: compile options.
+    """
+
+    adjacency: Adjacency
+    learned: bool
+    options: Options
+
+    operands = OPERANDS
+
+    def eager(
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
+    ) -> Tensor:
+        return self.in_modes(requested, operands, initial)
+
+    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
+        own, (a, b) = self.adjacency, operands
+        row, col = own.row, own.col
+        if requested == "Val":
+            named, shape = {"Row": row, "Col": col.unsqueeze(1), "A": a, "B": b}, (row.shape[0], 1)
+            return built_program(COMPARE, _SORTED, self.options)(tensors=named, out_shape=shape).squeeze(1)
+        begin = own.begin
+        if requested == "X":
+            row, col, begin = own.t_row, own.t_col, own.t_begin
+            a = a.index_select(0, own.order) if self.learned else own.t_value.to(b.dtype)
+        named = {"Row": row, "Col": col.unsqueeze(1), "Val": a.unsqueeze(1), "X": b}
+        if initial is not None:
+            named["Out"] = initial
+        program, shape = built_program(CARRY, _SORTED, self.options), (own.num_nodes, None)
+        result = inline_by_rows(program.spec, named, "Row", begin, shape)
+        return program(tensors=named, out_shape=shape) if result is None else result
+
+
+# As `insum_nn::graph_conv` above.
+
+torch.library.define(
+    "insum_nn::adjacency_product", "(Tensor x, Tensor[] adjacency, Tensor? initial, str options) -> Tensor"
+)
+
+
+@torch.library.impl("insum_nn::adjacency_product", "CompositeImplicitAutograd")
+def _adjacency_composite(x: Tensor, adjacency: list[Tensor], initial: Tensor | None, options: str) -> Tensor:
+    matrix, chosen = Adjacency(*adjacency), Options.from_json(options)
+    if not is_traced(x, matrix.value, initial):
+        return adjacency_product(x, matrix, initial, options=chosen)
+    learned = torch.is_grad_enabled() and matrix.value.requires_grad
+    sums = _AdjacencySums(matrix, learned, fixed_order(chosen))
+    return multilinear_traced(sums, "Out", matrix.value.to(x.dtype), x, initial=initial)

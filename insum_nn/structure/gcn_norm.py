@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from insum_nn.dtypes import wide_dtype
-from insum_nn.errors import InsumDtypeError
 from insum_nn.structure.graph_entries import (
     Flow,
     Loops,
@@ -92,14 +91,8 @@ def gcn_norm(
     if edge_weight is None:
         weight = torch.ones(entries.row.shape[0], dtype=dtype, device=edge_index.device)
     else:
-        if not edge_weight.is_floating_point():
-            raise InsumDtypeError(
-                f"'edge_weight' must be floating-point to be normalised, got {edge_weight.dtype}",
-                fix="pass edge_weight.float().",
-                got=edge_weight.dtype,
-            )
-        fill = 2.0 if improved else 1.0
-        weight = entry_weights(entries, check_edge_weight(edge_weight, edge_index.shape[1]), fill)
+        edge_weight = check_edge_weight(edge_weight, edge_index.shape[1], normalized=True)
+        weight = entry_weights(entries, edge_weight, 2.0 if improved else 1.0)
     if fixed_size and add_self_loops:
         edges = torch.arange(entries.row.shape[0], device=edge_index.device) < edge_index.shape[1]
         weight = torch.where(edges & (entries.row == entries.col), 0.0, weight)

@@ -93,12 +93,19 @@ def check_edge_index(edge_index: Tensor, num_nodes: int, *, values: bool = True)
         )
 
 
-def check_edge_weight(edge_weight: Tensor, num_edges: int) -> Tensor:
+def check_edge_weight(edge_weight: Tensor, num_edges: int, *, normalized: bool = False) -> Tensor:
     """Return the weights as (e,), from (e,) or (e, 1).
 
     Raises:
         InsumShapeError: not one weight per edge.
+        InsumDtypeError: weights to be normalised are no floating-point numbers.
     """
+    if normalized and not edge_weight.is_floating_point():
+        raise InsumDtypeError(
+            f"'edge_weight' must be floating-point to be normalised, got {edge_weight.dtype}",
+            fix="pass edge_weight.float().",
+            got=edge_weight.dtype,
+        )
     if edge_weight.ndim == 2 and edge_weight.shape[1] == 1:
         edge_weight = edge_weight.squeeze(1)
     if edge_weight.ndim != 1 or edge_weight.shape[0] != num_edges:

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumShapeError
-from insum_nn.ops.adjacency_product import adjacency_product
+from insum_nn.ops.graph_conv import adjacency_product
 from insum_nn.structure.adjacency import Adjacency
 from insum_nn.testing.tolerances import assert_matches
 

@@ -15,8 +15,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops import graph_matrix as matrices
 from insum_nn.ops.graph_conv import graph_conv
-from insum_nn.ops.graph_matrix import GraphMatrix, Recipe, clear_graphs, graph_matrix
-from insum_nn.ops.graph_product import graph_product
+from insum_nn.ops.graph_matrix import GraphMatrix, Recipe, clear_graphs, graph_matrix, graph_product
 from insum_nn.structure import sorted_pairs
 from insum_nn.structure.graph_entries import edge_entries
 from insum_nn.structure.sorted_pairs import sort_pairs

@@ -13,10 +13,8 @@ from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
 from insum_nn.layers.statement_layer import StatementLayer
-from insum_nn.ops.adjacency_product import adjacency_product
-from insum_nn.ops.graph_conv import GRAPH_ENTRIES, graph_conv
-from insum_nn.ops.graph_matrix import Recipe, edges_of_adjacency, edges_of_sparse_tensor
-from insum_nn.ops.graph_product import CARRY
+from insum_nn.ops.graph_conv import GRAPH_ENTRIES, adjacency_product, graph_conv
+from insum_nn.ops.graph_matrix import CARRY, Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.statements import static_shape, untraced
 from insum_nn.structure.adjacency import Adjacency
 from insum_nn.structure.constants import plain_tensors

@@ -27,7 +27,7 @@ from insum_nn.layers.graph import gcn_conv as module
 from insum_nn.layers.graph.gcn_conv import GCNConv
 from insum_nn.ops import graph_matrix as ops
 from insum_nn.ops.graph_conv import GRAPH_ENTRIES
-from insum_nn.ops.graph_product import CARRY
+from insum_nn.ops.graph_matrix import CARRY
 from insum_nn.testing.tolerances import assert_matches
 
 # The peer's sparse path and its pow_ of degrees say things of their own.
