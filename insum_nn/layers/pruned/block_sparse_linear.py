@@ -13,6 +13,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, GroupSize
+from insum_nn.layers.extents import expand_nd
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR,
@@ -83,17 +84,9 @@ class BlockSparseLinear(PrunedModule):
             InsumFormatError: the density is not in (0, 1], `group_size` is below 1, or mask and density are given.
         """
         super().__init__(group_size, options)
-        self.in_features = _extent("in_features", in_features, 0)
-        self.out_features = _extent("out_features", out_features, 0)
-        shape = (block_shape, block_shape) if isinstance(block_shape, int) else tuple(block_shape)
-        if len(shape) != 2:
-            raise InsumShapeError(
-                f"BlockSparseLinear: 'block_shape' is {block_shape}",
-                fix="pass block_shape=(a, b), rows and columns of one block.",
-                argument="block_shape",
-                got=block_shape,
-            )
-        self.block_shape = (_extent("block_shape", shape[0], 1), _extent("block_shape", shape[1], 1))
+        self.in_features = _extent("in_features", in_features)
+        self.out_features = _extent("out_features", out_features)
+        self.block_shape = _block_shape(block_shape)
         outputs = out_features if bias else None
         self._store(self._choose_mask(mask, density), self.block_shape, outputs, device, dtype)
 
@@ -104,19 +97,14 @@ class BlockSparseLinear(PrunedModule):
         With all blocks stored, this is `nn.Linear`'s rule. With fewer inputs the bound is larger, so that outputs have
         the spread of a dense layer's.
         """
-        (a, b), (_, cols) = self.block_shape, self.grid_shape
-        total = self.grid_shape[0]
+        (a, b), (total, cols) = self.block_shape, self.grid_shape
         row = self.position // max(cols, 1)
         width = torch.full_like(row, b)
         if self.in_features % b:
             width[self.position % cols == cols - 1] = self.in_features % b
         fan_in = torch.zeros(total, dtype=torch.int64, device=row.device).index_add(0, row, width)
-        bound = fan_in.clamp(min=1).float().rsqrt()
-        self.weight.uniform_(-1, 1).mul_(bound[row].to(self.weight.dtype)[:, None, None])
+        self._draw(row, fan_in, a)
         self._clear_overhang()
-        if self.bias is not None:
-            spread = torch.where(fan_in > 0, bound, 0).to(self.bias.dtype)
-            self.bias.uniform_(-1, 1).mul_(spread.repeat_interleave(a)[: self.out_features])
 
     def _clear_overhang(self) -> None:
         """Zero what edge blocks hold beyond the shape."""
@@ -168,8 +156,8 @@ class BlockSparseLinear(PrunedModule):
                 details=[f"weight: {tuple(weight.shape)}"],
                 fix="pass an nn.Linear; a convolution is pruned by PrunedConv2d.from_conv2d.",
             )
-        shape = (block_shape, block_shape) if isinstance(block_shape, int) else tuple(block_shape)
-        if mask is None and len(shape) == 2 and min(shape) > 0 and not weight.is_meta:
+        shape = _block_shape(block_shape)
+        if mask is None and not weight.is_meta:
             if density is not None:
                 mask = magnitude_mask(group_norms(weight, shape), density)
             else:
@@ -216,12 +204,7 @@ class BlockSparseLinear(PrunedModule):
     def to_linear(self) -> nn.Linear:
         """Return a dense layer with the same outputs; a copy."""
         factory: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, **factory)
-        with torch.no_grad():
-            linear.weight.copy_(self.to_dense())
-            if self.bias is not None:
-                linear.bias.copy_(self.bias)
-        return linear.train(self.training)
+        return self._copied_to(nn.Linear(self.in_features, self.out_features, self.bias is not None, **factory))
 
     def _coordinates(self) -> tuple[Tensor, Tensor]:
         cols = max(self.grid_shape[1], 1)
@@ -299,12 +282,17 @@ class BlockSparseLinear(PrunedModule):
         return ", ".join(parts)
 
 
-def _extent(name: str, value: object, least: int) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+def _block_shape(given: object) -> tuple[int, int]:
+    rows, cols = expand_nd("BlockSparseLinear", "block_shape", 2, given, 1)
+    return rows, cols
+
+
+def _extent(name: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise InsumShapeError(
         f"BlockSparseLinear: '{name}' is {value!r}",
-        details=[f"expected an integer of at least {least}"],
+        details=["expected an integer of at least 0"],
         fix=f"pass {name} as a number of features.",
         argument=name,
         got=value,

@@ -15,6 +15,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import GroupSize
+from insum_nn.layers.extents import IntOrInts, expand_nd
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.pruned_conv import (
     PRUNED_CONV2D_FACTS,
@@ -28,8 +29,6 @@ from insum_nn.structure.pruning import filter_mask
 __all__ = ["PrunedConv2d"]
 
 Pair = tuple[int, int]
-IntOrPair = int | Pair
-
 _MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
@@ -57,10 +56,10 @@ class PrunedConv2d(PrunedModule):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: IntOrPair,
-        stride: IntOrPair = 1,
-        padding: IntOrPair | str = 0,
-        dilation: IntOrPair = 1,
+        kernel_size: IntOrInts,
+        stride: IntOrInts = 1,
+        padding: IntOrInts | str = 0,
+        dilation: IntOrInts = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
@@ -99,10 +98,15 @@ class PrunedConv2d(PrunedModule):
         """
         super().__init__(group_size, options)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = _pair("kernel_size", kernel_size, 1)
-        self.stride = _pair("stride", stride, 1)
-        self.dilation = _pair("dilation", dilation, 1)
-        self.padding: Pair | str = padding if isinstance(padding, str) else _pair("padding", padding, 0)
+
+        def pair(name: str, value: object, least: int) -> Pair:
+            rows, cols = expand_nd("PrunedConv2d", name, 2, value, least)
+            return rows, cols
+
+        self.kernel_size = pair("kernel_size", kernel_size, 1)
+        self.stride = pair("stride", stride, 1)
+        self.dilation = pair("dilation", dilation, 1)
+        self.padding: Pair | str = padding if isinstance(padding, str) else pair("padding", padding, 0)
         self.padding_mode = padding_mode
         self._check()
         self._store(self._choose_mask(mask, density), (), out_channels if bias else None, device, dtype)
@@ -148,10 +152,7 @@ class PrunedConv2d(PrunedModule):
         filters = self.position // max(each, 1)
         counts = torch.zeros(self.out_channels, dtype=torch.int64, device=filters.device)
         counts.index_add_(0, filters, torch.ones_like(filters))
-        bound = counts.clamp(min=1).float().rsqrt()
-        self.weight.uniform_(-1, 1).mul_(bound[filters].to(self.weight.dtype))
-        if self.bias is not None:
-            self.bias.uniform_(-1, 1).mul_(torch.where(counts > 0, bound, 0).to(self.bias.dtype))
+        self._draw(filters, counts, 1)
 
     @classmethod
     def from_conv2d(
@@ -241,11 +242,7 @@ class PrunedConv2d(PrunedModule):
             self.weight.device,
             self.weight.dtype,
         )
-        with torch.no_grad():
-            conv.weight.copy_(self.to_dense())
-            if self.bias is not None and conv.bias is not None:
-                conv.bias.copy_(self.bias)
-        return conv.train(self.training)
+        return self._copied_to(conv)
 
     def _make_index(self) -> dict[str, Tensor]:
         filters, inputs, rows, cols = self.grid_shape
@@ -349,18 +346,3 @@ class PrunedConv2d(PrunedModule):
         parts += ["bias=False"] if self.bias is None else []
         parts += [f"weights={self.num_stored} of {math.prod(self.grid_shape)}"]
         return ", ".join(parts)
-
-
-def _pair(name: str, value: object, least: int) -> Pair:
-    given = (value, value) if isinstance(value, int) else value
-    if isinstance(given, (tuple, list)):
-        items = cast("tuple[object, ...]", tuple(given))
-        if len(items) == 2 and all(isinstance(x, int) and not isinstance(x, bool) and x >= least for x in items):
-            return cast(Pair, items)
-    raise InsumShapeError(
-        f"PrunedConv2d: '{name}' is {value!r}",
-        details=[f"expected one or two integers of at least {least}"],
-        fix=f"pass {name} as a number, or as (rows, columns).",
-        argument=name,
-        got=value,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,12 @@ from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import GroupCOO, GroupSize
 from insum_nn.layers.statement_layer import ExplainedLayer
-from insum_nn.structure.pruning import (
-    random_mask,
-)
+from insum_nn.structure.pruning import random_mask
 from insum_nn.tensor_cache import unwritten
 
 __all__ = ["PrunedWeight"]
+
+DenseLayer = TypeVar("DenseLayer", nn.Linear, nn.Conv2d)
 
 
 class PrunedWeight(ExplainedLayer, nn.Module):
@@ -183,6 +183,24 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         else:
             self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype))
         self.reset_parameters()
+
+    @torch.no_grad()
+    def _draw(self, rows: Tensor, fan_in: Tensor, outputs: int) -> None:
+        """Draw uniformly within one over the root of the inputs read: `rows` of cells, `fan_in`, `outputs` of rows."""
+        bound = fan_in.clamp(min=1).float().rsqrt()
+        cells = bound[rows].to(self.weight.dtype)
+        self.weight.uniform_(-1, 1).mul_(cells.reshape(-1, *(1,) * (self.weight.ndim - 1)))
+        if self.bias is not None:
+            spread = torch.where(fan_in > 0, bound, 0).to(self.bias.dtype)
+            self.bias.uniform_(-1, 1).mul_(spread.repeat_interleave(outputs)[: self.bias.shape[0]])
+
+    @torch.no_grad()
+    def _copied_to(self, layer: DenseLayer) -> DenseLayer:
+        """Copy the weights to a dense layer; return that."""
+        layer.weight.copy_(self.to_dense())
+        if self.bias is not None and layer.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            layer.bias.copy_(self.bias)
+        return layer.train(self.training)
 
     @torch.no_grad()
     def _take_over(self, layer: nn.Linear | nn.Conv2d) -> Self:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumRangeError, InsumShapeError
-from insum_nn.layers.voxel.base import expand_nd as _expand
+from insum_nn.layers.extents import expand_nd as _expand
 from insum_nn.layers.voxel.conv_base import Activation
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.structure.coordinates import Coordinates
@@ -171,9 +171,8 @@ def expand_nd(ndim: int, val: Any) -> list[int]:
     >>> expand_nd(3, 2), expand_nd(2, (1, 5))
     ([2, 2, 2], [1, 5])
     """
-    values = val if isinstance(val, int) else [int(value) for value in val]
     # spconv takes any numbers here, -1 for a kernel over a whole axis among them.
-    return _expand("expand_nd", "val", ndim, values, -(1 << 31))
+    return _expand("expand_nd", "val", ndim, val, -(1 << 31))
 
 
 def scatter_nd(indices: Tensor, updates: Tensor, shape: Sequence[int]) -> Tensor:

@@ -1,6 +1,7 @@
 """Convolution and pooling over tables of pairs that a caller has, and their gradients, for `ops` and `functional`.
 
 Tables come in two forms: lists of pairs by offset (2, o, q), and neighbours of each output (o, m); -1 is no entry.
+Entries are checked at every call: a caller may pass any table.
 Every function is differentiable; the functions for gradients are for callers with autograd functions of their own.
 """
 
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.layers.voxel.conv_base import Activation, apply_activation
-from insum_nn.ops.sparse_pairs import pair_conv, pair_max, pair_sum
+from insum_nn.ops.statements import run
 
 __all__ = [
     "implicit_gemm",
@@ -29,6 +31,14 @@ __all__ = [
     "indice_maxpool_implicit_gemm",
     "indice_maxpool_implicit_gemm_backward",
 ]
+
+_CONV = "Out[OutIdx[o,q],d] += In[InIdx[o,q],c] * W[o,c,d]"
+_CONV_BY_NEIGHBOURS = "Out[i,d] += In[Near[k,i],c] * W[d,k,c]"
+_MAX = "Out[OutIdx[o,q],c] max= In[InIdx[o,q],c]"
+_MAX_BY_NEIGHBOURS = "Out[i,c] max= In[Near[k,i],c]"
+_SUM = "Out[OutIdx[o,q],c] += In[InIdx[o,q],c]"
+_SUM_BY_NEIGHBOURS = "Out[i,c] += In[Near[k,i],c]"
+_FACTS = NamedFacts(dict.fromkeys(("InIdx", "OutIdx", "Near"), IndexFacts(masked=True)))
 
 # Rows of a tile whose masks are joined; spconv's is its kernel's.
 _MASK_WIDTH = 32
@@ -85,7 +95,8 @@ def indice_conv(
             expected=weight.shape[1],
             got=tuple(indice_pairs.shape),
         )
-    out = pair_conv(features, weight, _lists(indice_pairs, inverse=inverse), num_activate_out)
+    pairs = _lists(indice_pairs, inverse=inverse)
+    out = _run(_CONV, {"In": features, "W": weight.permute(1, 2, 0).contiguous(), **pairs}, num_activate_out)
     return apply_activation(out if bias is None else out + bias, act_type, act_alpha)
 
 
@@ -183,7 +194,7 @@ def implicit_gemm(
             got=tuple(pair_fwd.shape),
         )
     options = Options(accumulate="storage") if fp32_accum is False else DEFAULT
-    out = pair_conv(features, weight, {"Near": pair_fwd}, num_activate_out, options=options)
+    out = _run(_CONV_BY_NEIGHBOURS, {"In": features, "W": weight, "Near": pair_fwd}, num_activate_out, options)
     out = apply_activation(out if bias is None else out + bias, act_type, act_alpha)
     joined = torch.stack([_joined(mask) for mask in pair_mask_fwd_splits]) if is_train else None
     return out if output_dtype is None else out.to(output_dtype), joined, _MASK_WIDTH
@@ -232,7 +243,7 @@ def indice_maxpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tens
     Returns:
         `Out`, (m, C).
     """
-    return pair_max(features, _lists(indice_pairs), num_activate_out).clamp(min=0)
+    return _run(_MAX, {"In": features, **_lists(indice_pairs)}, num_activate_out).clamp(min=0)
 
 
 def indice_maxpool_backward(
@@ -250,7 +261,7 @@ def indice_maxpool_implicit_gemm(features: Tensor, indice_pairs: Tensor, num_act
 
     Out[i,c] max= In[Near[k,i],c]
     """
-    return pair_max(features, {"Near": indice_pairs}, num_activate_out).clamp(min=0)
+    return _run(_MAX_BY_NEIGHBOURS, {"In": features, "Near": indice_pairs}, num_activate_out).clamp(min=0)
 
 
 def indice_maxpool_implicit_gemm_backward(
@@ -276,7 +287,7 @@ def indice_avgpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tens
     Returns:
         (m, C): `Out` over the number of inputs.
     """
-    total = pair_sum(features, _lists(indice_pairs), num_activate_out)
+    total = _run(_SUM, {"In": features, **_lists(indice_pairs)}, num_activate_out)
     used = (indice_pairs >= 0).all(0)
     return _over(total, torch.bincount(indice_pairs[1][used], minlength=num_activate_out))
 
@@ -291,7 +302,7 @@ def indice_avgpool_implicit_gemm(
     Returns:
         (m, C), and with `calc_count` the number of inputs of each output, (m,) int32, else an empty tensor.
     """
-    total = pair_sum(features, {"Near": indice_pairs}, num_activate_out)
+    total = _run(_SUM_BY_NEIGHBOURS, {"In": features, "Near": indice_pairs}, num_activate_out)
     counts = (indice_pairs >= 0).sum(0)
     return _over(total, counts), counts.int() if calc_count else torch.empty(0, device=features.device)
 
@@ -301,7 +312,11 @@ def indice_avgpool_implicit_gemm_backward(out_bp: Tensor, indice_pairs: Tensor, 
 
     That of a mean; spconv 2.3.8 multiplies by the count where it should divide.
     """
-    return pair_sum(_over(out_bp, count_out), {"Near": indice_pairs}, indice_pairs.shape[1])
+    return _run(_SUM_BY_NEIGHBOURS, {"In": _over(out_bp, count_out), "Near": indice_pairs}, indice_pairs.shape[1])
+
+
+def _run(expression: str, tensors: dict[str, Tensor], num_outputs: int, options: Options = DEFAULT) -> Tensor:
+    return run(expression, _FACTS, tensors, options, (num_outputs, None))
 
 
 def _lists(indice_pairs: Tensor, *, inverse: bool = False) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
-"""Shared by layers over sparse grids: base classes, arguments for each axis, and maps stored under an `indice_key`."""
+"""Shared by layers over sparse grids: base classes, and maps stored under an `indice_key`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -18,13 +18,11 @@ from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
 
 __all__ = [
     "VOXEL_COUNT",
-    "IntOrInts",
     "SparseModule",
     "StatementModule",
     "Unscriptable",
     "check_ndim",
     "default_algo",
-    "expand_nd",
     "map_differences",
     "map_of",
     "store_map",
@@ -33,8 +31,6 @@ __all__ = [
 
 # Arguments of the constructor in which layers that share a map must agree.
 _ARGUMENTS = ("kernel_size", "stride", "padding", "dilation")
-
-IntOrInts = int | Sequence[int]
 
 VOXEL_COUNT = "max_num_voxels_during_training"
 
@@ -67,28 +63,6 @@ class StatementModule(ExplainedLayer, SparseModule):
 
     def _facts(self) -> Mapping[str, IndexFacts]:
         return VOXEL_FACTS
-
-
-def expand_nd(owner: str, name: str, ndim: int, value: IntOrInts, least: int) -> list[int]:
-    """Return one number repeated, or d numbers after a check.
-
-    Raises:
-        InsumShapeError: there are not d numbers, or one is below `least`.
-
-    >>> expand_nd("SubMConv3d", "kernel_size", 3, 5, 1)
-    [5, 5, 5]
-    """
-    values = [int(value)] * ndim if isinstance(value, int) else [int(v) for v in value]
-    if len(values) != ndim or any(v < least for v in values):
-        raise InsumShapeError(
-            f"{owner}: '{name}' is {value}",
-            details=[f"expected {ndim} integers of at least {least}, or one for all"],
-            fix=f"pass one integer, or {ndim} of them.",
-            argument=name,
-            expected=ndim,
-            got=value,
-        )
-    return values
 
 
 def store_map(indice_dict: dict[str, KernelMap], key: str | None, kernel_map: KernelMap) -> dict[str, KernelMap]:

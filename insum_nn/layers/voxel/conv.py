@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from insum_nn.layers.voxel.base import VOXEL_COUNT, IntOrInts, StatementModule
+from insum_nn.layers.extents import IntOrInts
+from insum_nn.layers.voxel.base import VOXEL_COUNT, StatementModule
 from insum_nn.layers.voxel.conv_base import SparseConvolutionBase, activation_name
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import sparse_conv_expression

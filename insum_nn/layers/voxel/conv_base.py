@@ -12,12 +12,11 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError
+from insum_nn.layers.extents import IntOrInts, expand_nd
 from insum_nn.layers.voxel.base import (
     VOXEL_COUNT,
-    IntOrInts,
     check_ndim,
     default_algo,
-    expand_nd,
     map_differences,
     map_of,
     store_map,

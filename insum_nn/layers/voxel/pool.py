@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
+from insum_nn.layers.extents import IntOrInts, expand_nd
 from insum_nn.layers.voxel.base import (
     VOXEL_COUNT,
-    IntOrInts,
     StatementModule,
     check_ndim,
     default_algo,
-    expand_nd,
     map_of,
     store_map,
 )

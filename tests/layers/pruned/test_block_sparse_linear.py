@@ -508,7 +508,7 @@ def test_repr_and_explain():
     [
         ({"density": 0.0}, InsumFormatError, "density must lie in (0, 1], got 0.0"),
         ({"density": 1.5}, InsumFormatError, "density must lie in (0, 1], got 1.5"),
-        ({"block_shape": (0, 8)}, InsumShapeError, "'block_shape' is 0"),
+        ({"block_shape": (0, 8)}, InsumShapeError, "'block_shape' is (0, 8)"),
         ({"block_shape": (8, 8, 8)}, InsumShapeError, "'block_shape' is (8, 8, 8)"),
         ({"mask": torch.ones(3, 3, dtype=torch.bool)}, InsumShapeError, "expected (2, 3) or (64, 96)"),
         ({"mask": torch.ones(2, 3)}, InsumDtypeError, "'mask' must be bool, got torch.float32"),
