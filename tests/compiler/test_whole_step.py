@@ -6,15 +6,16 @@ import copy
 import gc
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import insum_nn
 from insum_nn.compiler.kernels import ahead
@@ -226,6 +227,47 @@ def test_what_is_compiled_is_not_rehearsed(wrap: Callable[[nn.Module], Any]):
     if compiled is not None:
         model[0] = compiled
     assert not whole_step._is_plain(model)
+
+
+class _CompilesItself(nn.Module):
+    """Compiles its sums when it is called first, after a call without: as functions, or as a graph of operations."""
+
+    def __init__(self, trace: bool) -> None:
+        super().__init__()
+        self.sums = Sums()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.trace = trace
+        self.compiled: list[Any] = []
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        def scaled(x: Tensor, *rest: Any) -> Tensor:
+            return cast(Tensor, self.sums(x * 2, *rest))
+
+        found = self.sums(x * self.scale, *rest)
+        function = make_fx(scaled)(x, *rest) if self.trace else scaled
+        self.compiled.append(torch.compile(function, backend=self.backend))
+        return cast(Tensor, found + self.compiled[-1](x, *rest))
+
+    in_rehearsals: ClassVar[list[bool]] = []
+
+    @classmethod
+    def backend(cls, graph: torch.fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+        cls.in_rehearsals.append(ahead.rehearsing())
+        return graph.forward
+
+
+@pytest.mark.parametrize("trace", [False, True], ids=["function", "graph"])
+def test_what_the_step_compiles_is_compiled_once(trace: bool, launched: Launched, monkeypatch: pytest.MonkeyPatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(_CompilesItself, "in_rehearsals", [])
+    model = _CompilesItself(trace)
+    model(*operands()).square().sum().backward()
+    assert _CompilesItself.in_rehearsals == [False]
+    assert launched.compiled.keys() <= launched.submitted.keys()
+    # Later steps compile what is new to them.
+    torch.compiler.reset()
+    _CompilesItself(trace)(*operands())
+    assert _CompilesItself.in_rehearsals == [False, False]
 
 
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

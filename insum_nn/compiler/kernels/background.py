@@ -214,7 +214,7 @@ def missed(code: KernelCode, *, rehearse: bool) -> None:
     if aided and not rehearsed and cold.rehearse_step is not None:
         found, whole = cold.rehearse_step(code, call is not None)
         of_steps.update({each: whole or of_steps.get(each, False) for each in found})
-        rehearsed = code in of_steps
+        rehearsed = of_steps.get(code, False) or (call is None and code in of_steps)
     if rehearsed:
         return
     cold.due = begun.most > 0

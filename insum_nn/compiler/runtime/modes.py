@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from insum_nn.compiler.kernels.ahead import UndecidedError, rehearsing
 from insum_nn.dtypes import wide_dtype
 
 __all__ = [
@@ -92,7 +93,11 @@ def recorded() -> Generator[None]:
 
 
 def records_graph(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch records a graph of what is done with tensors on a CPU or a GPU."""
+    """Whether torch records a graph of what is done with tensors on a CPU or a GPU.
+
+    Raises:
+        UndecidedError: in a rehearsal, which has no use for a graph: what compiles it finds its kernels by itself.
+    """
     recorded = False
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._dispatch_tls_is_dispatch_key_included(_BEFORE_DISPATCH):
         # Loaded whenever torch traces; to import them here takes longer than to import torch.
@@ -106,7 +111,10 @@ def records_graph(tensors: Sequence[Tensor | None]) -> bool:
             break
     else:
         return False
-    return recorded or is_functional(tensors)
+    recorded = recorded or is_functional(tensors)
+    if recorded and rehearsing():
+        raise UndecidedError("a graph of the step is recorded")
+    return recorded
 
 
 def is_functional(tensors: Sequence[Tensor | None]) -> bool:

@@ -14,7 +14,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -88,11 +88,11 @@ def _rehearse_step(code: KernelCode, recorded: bool) -> tuple[Iterable[KernelCod
     recorded = recorded or torch.is_grad_enabled() or trained
     if recorded in _given_up.get(module, ()):
         return (), False
-    found = _rehearsed(called, recorded)
-    if code not in found:
+    found, ended = _rehearsed(called, recorded)
+    if not ended or code not in found:
         # The next kernel that is missing would not be met either.
         _given_up.setdefault(module, set()).add(recorded)
-    return found, recorded
+    return found, ended and recorded
 
 
 cold.rehearse_step = _rehearse_step
@@ -124,13 +124,16 @@ def _tensors(value: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
 
 
-def _rehearsed(called: _Call, recorded: bool) -> dict[KernelCode, None]:
+def _rehearsed(called: _Call, recorded: bool) -> tuple[dict[KernelCode, None], bool]:
+    """Find the kernels of a call and, where it is recorded, of its gradients; and whether that came to its end."""
     module, method, given, named = called
+    ended = False
     with (
         rehearsal() as collection,
         torch.set_grad_enabled(recorded),
         outer_autocast("cuda"),
         torch.autograd.set_multithreading_enabled(False),
+        _nothing_compiled(),
         _random_numbers_kept(),
         _without_collections(),
     ):
@@ -145,12 +148,13 @@ def _rehearsed(called: _Call, recorded: bool) -> dict[KernelCode, None]:
             if forces and not module.training:
                 own.requires_grad_(False)
             run_step(step, args, kwargs, recorded, forces and module.training)
+            ended = True
         except UndecidedError:
             pass
         except Exception as error:
             _log.debug("the kernels of a step of %s were not all found ahead: %s", type(module).__name__, error)
     cold.due = False
-    return collection.codes
+    return collection.codes, ended
 
 
 class _Copies(TorchFunctionMode):
@@ -175,6 +179,12 @@ class _Copies(TorchFunctionMode):
             vars(made).update(vars(value))
             memo[id(value)] = made
         return memo[id(value)]
+
+
+def _nothing_compiled() -> AbstractContextManager[object]:
+    """Run compiled functions as they are written: a copy of the network would have them compiled once more."""
+    # Nothing is compiled yet where nothing has imported Dynamo, which takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
