@@ -16,6 +16,7 @@ from insum_nn.formats import arguments, checks, convert
 from insum_nn.formats.base import IndexPart, SparseFormat
 from insum_nn.formats.convert import Blocks
 from insum_nn.formats.coo import COO, as_coo, scipy_tensors
+from insum_nn.sorted_rows import compressed_rows
 
 if TYPE_CHECKING:
     from insum_nn.formats.block_coo import BlockCOO
@@ -133,10 +134,10 @@ class BlockFormat(SparseFormat):
             )
         if layout == torch.sparse_bsr:
             own = self.blocks().coalesce()
-            pointers = convert.compressed_rows(own.row, own.grid_shape[0])
+            pointers = compressed_rows(own.row, own.grid_shape[0])
             return torch.sparse_bsr_tensor(pointers, own.col, own.values, size=self.shape, check_invariants=False)
         own = self.blocks().transpose().coalesce()
-        pointers = convert.compressed_rows(own.row, own.grid_shape[0])
+        pointers = compressed_rows(own.row, own.grid_shape[0])
         values = own.values.transpose(1, 2).contiguous()
         return torch.sparse_bsc_tensor(pointers, own.col, values, size=self.shape, check_invariants=False)
 

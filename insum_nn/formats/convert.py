@@ -33,7 +33,6 @@ __all__ = [
     "check_entries",
     "check_torch",
     "compressed_blocks",
-    "compressed_rows",
     "dense_blocks",
     "dense_entries",
     "expand_blocks",
@@ -314,12 +313,6 @@ def expand_blocks(
         return (flat_rows, flat_cols), flat
     kept = ((flat_rows < shape[0]) & (flat_cols < shape[1])).nonzero().squeeze(1)
     return (flat_rows[kept], flat_cols[kept]), flat[kept]
-
-
-def compressed_rows(row: Tensor, num_rows: int) -> Tensor:
-    """Return (num_rows + 1,) the first entry of each row, for ascending `row` (p,)."""
-    bounds = torch.arange(num_rows + 1, dtype=row.dtype, device=row.device)
-    return torch.searchsorted(row.contiguous(), bounds, out_int32=row.dtype == torch.int32)
 
 
 def compressed_blocks(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks, convert
 from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
+from insum_nn.sorted_rows import compressed_rows
 
 __all__ = ["COO", "as_coo", "scipy_tensors"]
 
@@ -311,7 +312,7 @@ class COO(SparseFormat):
         arguments.require_matrix(self.shape, f"layout {layout}")
         by_row = layout == torch.sparse_csr
         coo = self.coalesce() if by_row else self.transpose().coalesce()
-        pointers = convert.compressed_rows(coo.row, coo.shape[0])
+        pointers = compressed_rows(coo.row, coo.shape[0])
         make = torch.sparse_csr_tensor if by_row else torch.sparse_csc_tensor
         return make(pointers, coo.col, coo.values, size=self.shape, check_invariants=False)
 

@@ -7,9 +7,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from insum_nn.sorted_rows import compressed_rows, sort_pairs
 from insum_nn.structure.gcn_norm import gcn_norm
 from insum_nn.structure.graph_entries import Flow, check_edge_index, check_edge_weight, edge_entries
-from insum_nn.structure.sorted_pairs import sort_pairs
 
 __all__ = ["Adjacency"]
 
@@ -101,15 +101,10 @@ class Adjacency(NamedTuple):
         row, col, first = sort_pairs(entries.row, entries.col, num_nodes)
         t_row, t_col, order = sort_pairs(col, row, num_nodes)
         value = edge_weight.index_select(0, first)
-        begin, t_begin = _begins(row, num_nodes), _begins(t_row, num_nodes)
+        begin, t_begin = compressed_rows(row, num_nodes), compressed_rows(t_row, num_nodes)
         return cls(row, col, value, begin, order, t_row, t_col, value.index_select(0, order), t_begin)
 
     @property
     def num_nodes(self) -> int:
         """Rows, and columns."""
         return self.begin.shape[0] - 1
-
-
-def _begins(row: Tensor, extent: int) -> Tensor:
-    bounds = torch.arange(extent + 1, dtype=row.dtype, device=row.device)
-    return torch.searchsorted(row, bounds, out_int32=row.dtype == torch.int32)

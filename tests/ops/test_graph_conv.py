@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from insum_nn import sorted_rows
 from insum_nn.compiler.api import Program, built_program
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops import graph_matrix as matrices
 from insum_nn.ops.graph_conv import graph_conv
 from insum_nn.ops.graph_matrix import GraphMatrix, Recipe, clear_graphs, graph_matrix, graph_product
-from insum_nn.structure import sorted_pairs
+from insum_nn.sorted_rows import sort_pairs
 from insum_nn.structure.graph_entries import edge_entries
-from insum_nn.structure.sorted_pairs import sort_pairs
 from insum_nn.tensor_cache import TensorCache
 from insum_nn.testing.tolerances import assert_matches
 
@@ -47,7 +47,7 @@ def make(nodes: int, edges: int) -> GraphMatrix:
 def index_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Entries are int64 on a CPU, for torch's products, and int32 elsewhere."""
     if request.param == "as on a GPU":
-        for where in (matrices, sorted_pairs):
+        for where in (matrices, sorted_rows):
             monkeypatch.setattr(where, "entry_dtype", lambda device, most: torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""Pairs of nodes in order, as the rows of a sparse matrix need them."""
+"""Entries of a sparse matrix sorted by rows, and where each row begins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-__all__ = ["entry_dtype", "sort_pairs"]
+__all__ = ["compressed_rows", "entry_dtype", "sort_pairs"]
 
 
 def sort_pairs(first: Tensor, second: Tensor, extent: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,3 +41,13 @@ def entry_dtype(device: torch.device, most: int) -> torch.dtype:
     """Return the dtype in which entries of numbers up to `most` are kept."""
     # Half the memory, and half of what a kernel reads of them; torch's products on a CPU take int64 alone.
     return torch.int64 if device.type == "cpu" or most >= 2**31 else torch.int32
+
+
+def compressed_rows(row: Tensor, num_rows: int) -> Tensor:
+    """Return (num_rows + 1,) the first entry of each row, and the number of entries, for ascending `row` (p,).
+
+    >>> compressed_rows(torch.tensor([0, 0, 2]), 3).tolist()
+    [0, 2, 2, 3]
+    """
+    bounds = torch.arange(num_rows + 1, dtype=row.dtype, device=row.device)
+    return torch.searchsorted(row.contiguous(), bounds, out_int32=row.dtype == torch.int32)
