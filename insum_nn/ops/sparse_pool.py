@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -37,11 +38,18 @@ SPARSE_TO_DENSE = "Out[Cell[p],c] += In[p,c]"
 SPARSE_SUM = "Out[Row[p],c] += In[p,c]"
 
 
-def _read(sites: Coordinates, options: Options) -> Coordinates:
-    """Return the voxels; with `validate`, read and validated again."""
-    if not options.validate:
-        return sites
-    return Coordinates(sites.indices, sites.spatial_shape, sites.batch_size).prove()
+def _pairs(owner: str, features: Tensor, kernel_map: KernelMap, options: Options) -> dict[str, Tensor]:
+    """Return the tensors of a statement over pairs by name, after checks; with `validate`, the map is proven again."""
+    check_features(owner, features, kernel_map.num_inputs, kernel_map.device)
+    if options.validate:
+        kernel_map.validate()
+    return {"In": features, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
+
+
+def _voxels(owner: str, features: Tensor, sites: Coordinates, options: Options) -> Coordinates:
+    """Return the voxels after checks; with `validate`, read and proven again."""
+    check_features(owner, features, sites.num_sites, sites.device)
+    return Coordinates(sites.indices, sites.spatial_shape, sites.batch_size).prove() if options.validate else sites
 
 
 def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options = DEFAULT) -> Tensor:
@@ -57,10 +65,7 @@ def sparse_max_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
     Returns:
         `Out`, (m, C).
     """
-    check_features("sparse_max_pool", features, kernel_map.num_inputs, kernel_map.device)
-    if options.validate:
-        kernel_map.validate()
-    named = {"In": features, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
+    named = _pairs("sparse_max_pool", features, kernel_map, options)
     return run(SPARSE_MAX_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
 
 
@@ -77,14 +82,11 @@ def sparse_avg_pool(features: Tensor, kernel_map: KernelMap, *, options: Options
     Returns:
         `Out`, (m, C).
     """
-    check_features("sparse_avg_pool", features, kernel_map.num_inputs, kernel_map.device)
-    if options.validate:
-        kernel_map.validate()
+    named = _pairs("sparse_avg_pool", features, kernel_map, options)
     # Counted exactly, and inverted in float32 at least: a count above 2048 is no half number.
     wide = torch.promote_types(features.dtype, torch.float32)
     inverse = (1 / kernel_map.output_counts(wide).clamp(min=1)).to(features.dtype)
-    named = {"In": features, "Inv": inverse, "InIdx": kernel_map.in_index, "OutIdx": kernel_map.out_index}
-    return run(SPARSE_AVG_POOL, FACTS, named, options, (kernel_map.num_outputs, None))
+    return run(SPARSE_AVG_POOL, FACTS, {**named, "Inv": inverse}, options, (kernel_map.num_outputs, None))
 
 
 def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Options = DEFAULT) -> Tensor:
@@ -100,8 +102,7 @@ def sparse_global_max_pool(features: Tensor, sites: Coordinates, *, options: Opt
     Returns:
         `Out`, (batch_size, C).
     """
-    check_features("sparse_global_max_pool", features, sites.num_sites, sites.device)
-    sites = _read(sites, options)
+    sites = _voxels("sparse_global_max_pool", features, sites, options)
     named = {"In": features, "Batch": sites.columns[0]}
     return run(SPARSE_GLOBAL_MAX_POOL, ROW_FACTS, named, options, (sites.batch_size, None))
 
@@ -119,8 +120,7 @@ def sparse_global_avg_pool(features: Tensor, sites: Coordinates, *, options: Opt
     Returns:
         `Out`, (batch_size, C).
     """
-    check_features("sparse_global_avg_pool", features, sites.num_sites, sites.device)
-    sites = _read(sites, options)
+    sites = _voxels("sparse_global_avg_pool", features, sites, options)
     batch = sites.columns[0]
     counts = torch.bincount(batch, minlength=sites.batch_size)
     wide = torch.promote_types(features.dtype, torch.float32)
@@ -145,12 +145,8 @@ def sparse_to_dense(features: Tensor, sites: Coordinates, *, options: Options = 
     Raises:
         InsumShapeError: the grid has more cells than can be numbered.
     """
-    check_features("sparse_to_dense", features, sites.num_sites, sites.device)
-    sites = _read(sites, options)
-    cells = sites.cells
-    total = sites.batch_size
-    for extent in sites.spatial_shape:
-        total *= extent
+    sites = _voxels("sparse_to_dense", features, sites, options)
+    cells, total = sites.cells, math.prod(sites.extents)
     grid = run(SPARSE_TO_DENSE, ROW_FACTS, {"In": features, "Cell": cells}, options, (total, None))
     return grid.reshape(*sites.extents, features.shape[1])
 
@@ -181,9 +177,7 @@ def sparse_sum(
             details=[f"(batch, spatial_shape) {sorted(extents)}; channels {sorted(channels)}"],
             fix="add tensors of one spatial_shape, batch_size and number of channels.",
         )
-    for rows, own in zip(features, sites, strict=True):
-        check_features("sparse_sum", rows, own.num_sites, own.device)
-    sites = [_read(own, options) for own in sites]
+    sites = [_voxels("sparse_sum", rows, own, options) for rows, own in zip(features, sites, strict=True)]
     columns = [torch.cat(parts) for parts in zip(*(s.columns for s in sites), strict=True)]
     merged, place = unique_sites(columns, sites[0].extents)
     indices = torch.stack(merged, dim=1).to(sites[0].indices.dtype)

@@ -230,11 +230,10 @@ class GCNConv(peer.GCNConv, StatementLayer):
         own = self.__dict__
         if "message" in own or "aggregate" in own or "update" in own or "message_and_aggregate" in own:
             return True
-        if isinstance(edge_index, Adjacency):
+        if isinstance(edge_index, Adjacency) or self.normalize:
             return False
-        if isinstance(edge_index, SparseTensor):
-            return not self.normalize and edge_index.size(0) != edge_index.size(1)
-        return edge_index.layout in _SPARSE and not self.normalize and edge_index.size(0) != edge_index.size(1)
+        is_matrix = isinstance(edge_index, SparseTensor) or edge_index.layout in _SPARSE
+        return is_matrix and edge_index.size(0) != edge_index.size(1)
 
     # The fused path.
 
@@ -327,30 +326,22 @@ class GCNConv(peer.GCNConv, StatementLayer):
         self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype
     ) -> tuple[Any, Tensor | None] | None:
         """Return the normalised graph of the first call, kept as the peer keeps it."""
-        if isinstance(edge_index, SparseTensor):
-            if self._cached_adj_t is None and self.cached:
-                self._cached_adj_t = self._peer_norm(edge_index, edge_weight, num_nodes, dtype)
-            known = self._cached_adj_t
-            return None if known is None else (known, None)
-        if self._cached_edge_index is None and self.cached:
-            if edge_index.layout in _SPARSE:
+        by_peer = sparse = isinstance(edge_index, SparseTensor)
+        name = "_cached_adj_t" if sparse else "_cached_edge_index"
+        known = getattr(self, name)
+        if known is None and self.cached:
+            how = num_nodes, self.improved, self.add_self_loops, cast("Flow", self.flow), dtype
+            if not sparse and edge_index.layout in _SPARSE:
+                by_peer = True
                 if edge_index.layout == torch.sparse_csc:
                     edge_index = edge_index.to_sparse_csr()
-                known = self._peer_norm(edge_index, edge_weight, num_nodes, dtype)
+            if by_peer:
+                known = peer.gcn_norm(edge_index, edge_weight, *how)
             else:
                 edges = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
-                known = gcn_norm(
-                    edges,
-                    edge_weight,
-                    num_nodes,
-                    self.improved,
-                    self.add_self_loops,
-                    cast("Flow", self.flow),
-                    dtype,
-                    fixed_size=torch.compiler.is_compiling(),
-                )
-            self._cached_edge_index = known
-        return self._cached_edge_index
+                known = gcn_norm(edges, edge_weight, *how, fixed_size=torch.compiler.is_compiling())
+            setattr(self, name, known)
+        return (known, None) if sparse and known is not None else known
 
     def _cached_matrix(
         self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype
@@ -365,9 +356,6 @@ class GCNConv(peer.GCNConv, StatementLayer):
             matrix = Adjacency.from_edges(edges, weight, num_nodes, flow=cast("Flow", self.flow), normalize=False)
         self._cached_adjacency = edge_index, matrix
         return matrix
-
-    def _peer_norm(self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int, dtype: torch.dtype) -> Any:
-        return peer.gcn_norm(edge_index, edge_weight, num_nodes, self.improved, self.add_self_loops, self.flow, dtype)
 
 
 def _check_square(rows: int | None, cols: int | None, num_nodes: int) -> None:

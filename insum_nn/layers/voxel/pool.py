@@ -279,9 +279,7 @@ class SparseGlobalMaxPool(_SparseGlobalPool):
 
     def forward(self, input: SparseConvTensor) -> Tensor:
         """Pool each cloud."""
-        return sparse_global_max_pool(
-            input.features, input.coordinates(again=self.options.validate), options=self.options
-        )
+        return sparse_global_max_pool(input.features, input.coordinates(), options=self.options)
 
 
 class SparseGlobalAvgPool(_SparseGlobalPool):
@@ -294,6 +292,4 @@ class SparseGlobalAvgPool(_SparseGlobalPool):
 
     def forward(self, input: SparseConvTensor) -> Tensor:
         """Pool each cloud."""
-        return sparse_global_avg_pool(
-            input.features, input.coordinates(again=self.options.validate), options=self.options
-        )
+        return sparse_global_avg_pool(input.features, input.coordinates(), options=self.options)
