@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
+from insum_nn.layers.extents import IntOrInts, expand_nd
 from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
 from insum_nn.ops.sparse_conv import VOXEL_FACTS
@@ -18,13 +21,11 @@ from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
 
 __all__ = [
     "VOXEL_COUNT",
+    "MapLayer",
     "SparseModule",
     "StatementModule",
     "Unscriptable",
-    "check_ndim",
-    "default_algo",
     "map_differences",
-    "map_of",
     "store_map",
     "stored_map",
 ]
@@ -92,46 +93,6 @@ def stored_map(x: SparseConvTensor, key: str | None) -> KernelMap | None:
     )
 
 
-def check_ndim(owner: str, ndim: int, x: SparseConvTensor) -> None:
-    """Raise unless the grid has a layer's dimensions."""
-    if len(x.spatial_shape) != ndim:
-        raise InsumShapeError(
-            f"{owner} takes grids of {ndim} dimensions, got spatial_shape {x.spatial_shape}",
-            fix=f"use the layer for {len(x.spatial_shape)} dimensions.",
-            expected=ndim,
-            got=len(x.spatial_shape),
-        )
-
-
-def map_of(owner: str, key: str | None, x: SparseConvTensor, geometry: Geometry, *, again: bool = False) -> KernelMap:
-    """Return the map stored under `key`, where it is this layer's own; else, or with `again`, a new one.
-
-    Raises:
-        InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel stands twice.
-        InsumRangeError: a voxel lies outside the grid.
-        InsumShapeError: the output's grid would be empty.
-    """
-    known = stored_map(x, key)
-    if known is None:
-        return x.build_map(geometry, again=again)
-    own = known.geometry is geometry or known.geometry == geometry
-    own = own and not known.inverted and not again and not torch.jit.is_tracing()
-    if own and known.inputs.describes(x.indices, x.spatial_shape, x.batch_size) and x.has_all_rows:
-        return known
-    arguments = _ARGUMENTS if geometry.kind == known.geometry.kind else ("kernel_size",)
-    wrong = map_differences(known, x, geometry, known.inputs, arguments)
-    if known.inverted or known.geometry.kind != geometry.kind:
-        wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")
-    if wrong:
-        raise InsumFormatError(
-            f"{owner}: the map under indice_key '{key}' is not of this layer",
-            details=wrong,
-            fix="give this layer an indice_key of its own.",
-            indice_key=key,
-        )
-    return x.build_map(geometry, again=True) if again else known
-
-
 def map_differences(
     known: KernelMap, x: SparseConvTensor, geometry: Geometry, sites: Coordinates, arguments: Iterable[str]
 ) -> list[str]:
@@ -156,6 +117,85 @@ def map_differences(
     return wrong
 
 
-def default_algo(volume: int, limit: int) -> ConvAlgo:
-    """Return what spconv's layers store as `algo` for a kernel of `volume` cells where none is given."""
-    return ConvAlgo.MaskImplicitGemm if volume <= limit else ConvAlgo.Native
+class MapLayer:
+    """A kernel that moves over a grid, and its maps: what convolutions and pools share.
+
+    Attributes:
+        geometry: how the kernel moves.
+        options: compile options.
+    """
+
+    geometry: Geometry
+    indice_key: str | None
+    options: Options
+    # Also of layers that were pickled before it was kept.
+    algo: object = ConvAlgo.MaskImplicitGemm
+
+    def _set_kernel(
+        self,
+        ndim: int,
+        kernel_size: IntOrInts,
+        stride: IntOrInts,
+        padding: IntOrInts,
+        dilation: IntOrInts,
+        algo: object,
+        limit: int,
+    ) -> None:
+        """Check and keep the arguments; `limit`: cells above which spconv's layers have pairs in lists."""
+        owner = type(self).__name__
+        self.ndim = ndim
+        self.kernel_size = expand_nd(owner, "kernel_size", ndim, kernel_size, 1)
+        self.stride = expand_nd(owner, "stride", ndim, stride, 1)
+        self.padding = expand_nd(owner, "padding", ndim, padding, 0)
+        self.dilation = expand_nd(owner, "dilation", ndim, dilation, 1)
+        default = ConvAlgo.MaskImplicitGemm if math.prod(self.kernel_size) <= limit else ConvAlgo.Native
+        self.algo = default if algo is None else algo
+
+    def get_max_num_voxels(self) -> Tensor | None:
+        """Return the largest number of output voxels seen, with `record_voxel_count`."""
+        return getattr(self, VOXEL_COUNT, None)
+
+    def _record_voxels(self, voxels: int) -> None:
+        count = self.get_max_num_voxels()
+        if count is not None:
+            count.clamp_(min=voxels)
+
+    def _check_grid(self, input: SparseConvTensor) -> None:
+        shape = input.spatial_shape
+        if len(shape) != self.ndim:
+            raise InsumShapeError(
+                f"{type(self).__name__} takes grids of {self.ndim} dimensions, got spatial_shape {shape}",
+                fix=f"use the layer for {len(shape)} dimensions.",
+                expected=self.ndim,
+                got=len(shape),
+            )
+
+    def kernel_map(self, input: SparseConvTensor) -> KernelMap:
+        """Return the map that the layer uses on a tensor: stored under its key where it is its own, or built now.
+
+        Raises:
+            InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel stands twice.
+            InsumRangeError: a voxel lies outside the grid.
+            InsumShapeError: the grid has not the layer's dimensions, or the output's would be empty.
+        """
+        self._check_grid(input)
+        geometry, again = self.geometry, self.options.validate
+        known = stored_map(input, self.indice_key)
+        if known is None:
+            return input.build_map(geometry, again=again)
+        own = known.geometry is geometry or known.geometry == geometry
+        own = own and not known.inverted and not again and not torch.jit.is_tracing()
+        if own and known.inputs.describes(input.indices, input.spatial_shape, input.batch_size) and input.has_all_rows:
+            return known
+        arguments = _ARGUMENTS if geometry.kind == known.geometry.kind else ("kernel_size",)
+        wrong = map_differences(known, input, geometry, known.inputs, arguments)
+        if known.inverted or known.geometry.kind != geometry.kind:
+            wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")
+        if wrong:
+            raise InsumFormatError(
+                f"{type(self).__name__}: the map under indice_key '{self.indice_key}' is not of this layer",
+                details=wrong,
+                fix="give this layer an indice_key of its own.",
+                indice_key=self.indice_key,
+            )
+        return input.build_map(geometry, again=True) if again else known

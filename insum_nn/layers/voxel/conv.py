@@ -152,10 +152,6 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
         parts += [f"anchor={self.own_anchor}"] if self.own_anchor is not None else []
         return ", ".join(parts)
 
-    def get_max_num_voxels(self) -> Tensor | None:
-        """Return the largest number of output voxels seen, with `record_voxel_count`."""
-        return getattr(self, VOXEL_COUNT, None)
-
     def forward(self, input: SparseConvTensor, add_input: SparseConvTensor | None = None) -> SparseConvTensor:
         """Convolve.
 

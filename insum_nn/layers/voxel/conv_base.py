@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from enum import Enum
 
@@ -13,19 +12,11 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError
 from insum_nn.layers.extents import IntOrInts, expand_nd
-from insum_nn.layers.voxel.base import (
-    VOXEL_COUNT,
-    check_ndim,
-    default_algo,
-    map_differences,
-    map_of,
-    store_map,
-    stored_map,
-)
+from insum_nn.layers.voxel.base import MapLayer, map_differences, store_map, stored_map
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import sparse_conv
 from insum_nn.structure.conv_weights import WeightLayout, import_weight
-from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
+from insum_nn.structure.kernel_map import Geometry, KernelMap
 
 __all__ = ["Activation", "SparseConvolutionBase", "activation_name", "apply_activation"]
 
@@ -73,7 +64,7 @@ def activation_name(act_type: object) -> str:
     return name
 
 
-class SparseConvolutionBase:
+class SparseConvolutionBase(MapLayer):
     """A sparse convolution without parameters, which each call is given.
 
     For modules that make their weight themselves (shared, low-rank, quantised): derive from it and from a module, and
@@ -87,7 +78,6 @@ class SparseConvolutionBase:
     """
 
     # Also of layers that were pickled before these were arguments.
-    algo: object = ConvAlgo.MaskImplicitGemm
     act_type: object = Activation.None_
     act_alpha: float = 0
     act_beta: float = 0
@@ -154,14 +144,10 @@ class SparseConvolutionBase:
             options: compile options.
         """
         owner = type(self).__name__
-        self.ndim = ndim
+        self._set_kernel(ndim, kernel_size, stride, padding, dilation, algo, 128 if large_kernel_fast_algo else 32)
+        self.output_padding = expand_nd(owner, "output_padding", ndim, output_padding, 0)
         self.in_channels = in_channels
         self.out_channels = out_channels
-        self.kernel_size = expand_nd(owner, "kernel_size", ndim, kernel_size, 1)
-        self.stride = expand_nd(owner, "stride", ndim, stride, 1)
-        self.padding = expand_nd(owner, "padding", ndim, padding, 0)
-        self.dilation = expand_nd(owner, "dilation", ndim, dilation, 1)
-        self.output_padding = expand_nd(owner, "output_padding", ndim, output_padding, 0)
         self.groups = groups
         self.subm = subm
         self.transposed = transposed
@@ -169,8 +155,6 @@ class SparseConvolutionBase:
         self.indice_key = indice_key
         self.record_voxel_count = record_voxel_count
         self.fp32_accum = fp32_accum
-        limit = 128 if large_kernel_fast_algo else 32
-        self.algo = default_algo(math.prod(self.kernel_size), limit) if algo is None else algo
         activation_name(act_type)
         self.act_type, self.act_alpha, self.act_beta = act_type, act_alpha, act_beta
         self.options = require_options(options)
@@ -231,21 +215,15 @@ class SparseConvolutionBase:
         return self.indice_key is not None and not self.subm
 
     def kernel_map(self, input: SparseConvTensor) -> KernelMap:
-        """Return the map that the layer uses on a tensor: stored under its key, or built now.
+        """Return the map of a tensor, as `MapLayer.kernel_map`; an inverse layer's is a stored one's inverse.
 
         Raises:
             InsumNameError: an inverse layer's key is not stored.
-            InsumFormatError: what is stored under the key does not fit, or a voxel stands twice.
-            InsumRangeError: a voxel lies outside the grid.
-            InsumShapeError: the grid has not the layer's dimensions, or the output's would be empty.
         """
+        if not self.inverse:
+            return super().kernel_map(input)
         owner = type(self).__name__
-        check_ndim(owner, self.ndim, input)
-        if self.inverse:
-            return self._inverse_map(owner, input)
-        return map_of(owner, self.indice_key, input, self.geometry, again=self.options.validate)
-
-    def _inverse_map(self, owner: str, input: SparseConvTensor) -> KernelMap:
+        self._check_grid(input)
         known = stored_map(input, self.indice_key)
         if known is None:
             raise InsumNameError(
@@ -355,8 +333,8 @@ class SparseConvolutionBase:
             output = input.with_sites(features, kernel_map.outputs, input.indice_dict)
         if kernel_map is not None and not self.inverse:
             output.indice_dict = store_map(input.indice_dict, self.indice_key, kernel_map)
-        if self.record_voxel_count and isinstance(count := getattr(self, VOXEL_COUNT, None), Tensor):
-            count.clamp_(min=features.shape[0])
+        if self.record_voxel_count:
+            self._record_voxels(features.shape[0])
         if add_input is None:
             return output
         # The layer's own activation, whatever the caller passed for the convolution, as in spconv.

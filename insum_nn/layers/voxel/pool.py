@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.layers.extents import IntOrInts, expand_nd
+from insum_nn.layers.extents import IntOrInts
 from insum_nn.layers.voxel.base import (
     VOXEL_COUNT,
+    MapLayer,
     StatementModule,
-    check_ndim,
-    default_algo,
-    map_of,
     store_map,
 )
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
@@ -29,7 +26,7 @@ from insum_nn.ops.sparse_pool import (
     sparse_global_max_pool,
     sparse_max_pool,
 )
-from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
+from insum_nn.structure.kernel_map import Geometry, KernelMap
 
 __all__ = [
     "SparseAvgPool",
@@ -47,16 +44,13 @@ __all__ = [
 ]
 
 
-class _SparsePool(StatementModule):
+class _SparsePool(MapLayer, StatementModule):
     """Base of pools: the kernel's geometry and its map.
 
     Attributes:
         geometry: how the kernel moves.
         options: compile options.
     """
-
-    # Also of pools that were pickled before it was kept.
-    algo: object = ConvAlgo.MaskImplicitGemm
 
     def __init__(
         self,
@@ -89,17 +83,12 @@ class _SparsePool(StatementModule):
             options: compile options.
         """
         super().__init__(name=name)
-        owner = type(self).__name__
-        self.ndim = ndim
-        self.kernel_size = expand_nd(owner, "kernel_size", ndim, kernel_size, 1)
-        self.stride = list(self.kernel_size) if stride is None else expand_nd(owner, "stride", ndim, stride, 1)
-        self.padding = expand_nd(owner, "padding", ndim, padding, 0)
-        self.dilation = expand_nd(owner, "dilation", ndim, dilation, 1)
+        stride = kernel_size if stride is None else stride
+        self._set_kernel(ndim, kernel_size, stride, padding, dilation, algo, 128)
         self.subm = subm
         self.indice_key = indice_key
         self.record_voxel_count = record_voxel_count
         self.options = require_options(options)
-        self.algo = default_algo(math.prod(self.kernel_size), 128) if algo is None else algo
         if record_voxel_count and not subm:
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
         self.geometry = Geometry.of(self.kernel_size, self.stride, self.padding, self.dilation, subm=subm)
@@ -108,21 +97,6 @@ class _SparsePool(StatementModule):
         """Arguments, as spconv writes them."""
         shown = ("kernel_size", "stride", "padding", "dilation", "algo")
         return ", ".join(f"{name}={getattr(self, name)}" for name in shown)
-
-    def get_max_num_voxels(self) -> Tensor | None:
-        """Return the largest number of output voxels seen, with `record_voxel_count`."""
-        return getattr(self, VOXEL_COUNT, None)
-
-    def kernel_map(self, input: SparseConvTensor) -> KernelMap:
-        """Return the map that the layer uses on a tensor: stored under its key, or built now.
-
-        Raises:
-            InsumFormatError: what is stored under the key is of another kernel or of other voxels.
-            InsumShapeError: the grid has not the layer's dimensions.
-        """
-        owner = type(self).__name__
-        check_ndim(owner, self.ndim, input)
-        return map_of(owner, self.indice_key, input, self.geometry, again=self.options.validate)
 
     def pool(self, features: Tensor, kernel_map: KernelMap) -> Tensor:
         """Return features of the output voxels."""
@@ -133,8 +107,8 @@ class _SparsePool(StatementModule):
         kernel_map = self.kernel_map(input)
         features = self.pool(input.features, kernel_map)
         maps = store_map(input.indice_dict, self.indice_key, kernel_map)
-        if self.record_voxel_count and not self.subm:
-            cast(Tensor, getattr(self, VOXEL_COUNT)).clamp_(min=kernel_map.num_outputs)
+        if self.record_voxel_count:
+            self._record_voxels(kernel_map.num_outputs)
         return input.with_sites(features, kernel_map.outputs, maps)
 
 
