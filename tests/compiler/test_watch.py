@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from insum_nn.compiler.api import compile, statement_calls
-from insum_nn.compiler.runtime.steps.watch import watch
+from insum_nn.compiler.runtime.steps.gradients_ahead import rehearsal
+from insum_nn.compiler.runtime.steps.watch import unwatched, watch
 
 TEXT = "y[Row[p]] += Val[p] * x[Col[p]]"
 INDEX = {"Row": torch.tensor([0, 1, 1]), "Col": torch.tensor([1, 1, 0])}
@@ -42,6 +43,21 @@ def test_calls_of_bound_programs_are_listed_once_and_compute_the_same():
         assert call.tensors["y"] is start
         (call,) = statement_calls(lambda found=found: found.append(bound.run_plain((val, x), (2,), start)))
         torch.testing.assert_close(found[1], want)
+
+
+def test_lists_may_nest_and_leave_calls_out():
+    program = compile("y[i] += x[i]")
+
+    def run() -> None:
+        program(x=torch.ones(1))
+        assert len(statement_calls(lambda: program(x=torch.ones(2)))) == 1
+        for left_out in (unwatched, rehearsal):
+            with left_out():
+                program(x=torch.ones(3))
+        program(x=torch.ones(4))
+
+    assert [len(call.tensors["x"]) for call in statement_calls(run)] == [1, 4]
+    assert watch.calls is None
 
 
 def test_other_threads_are_not_watched_and_errors_end_it():

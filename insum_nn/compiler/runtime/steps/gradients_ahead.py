@@ -26,6 +26,7 @@ from insum_nn.compiler.kernels.ahead import Collection, UndecidedError, collecti
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.composite.intermediates import intermediates_apart
 from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.compiler.runtime.steps.watch import unwatched
 
 __all__ = ["Rehearsed", "rehearsal", "rehearse_gradients"]
 
@@ -157,7 +158,7 @@ def rehearsal() -> Generator[Collection]:
     """
     collected = rehearse(lambda code: background.submit([code]))
     saved = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-    with collected as collection, saved, intermediates_apart():
+    with collected as collection, saved, intermediates_apart(), unwatched():
         yield collection
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["StatementCall", "statement_calls", "watch"]
+__all__ = ["StatementCall", "statement_calls", "unwatched", "watch"]
 
 
 class _Program(Protocol):
@@ -61,6 +62,31 @@ watch = _Watch()
 _lock = threading.Lock()
 
 
+@contextmanager
+def _collected_by(own: list[StatementCall] | None) -> Generator[None]:
+    """Have the calls of this thread listed in `own`, or not at all."""
+    key = threading.get_ident()
+    before = (watch.calls or {}).get(key)
+    _set(key, own)
+    try:
+        yield
+    finally:
+        _set(key, before)
+
+
+def _set(key: int, own: list[StatementCall] | None) -> None:
+    with _lock:
+        calls = {thread: listed for thread, listed in (watch.calls or {}).items() if thread != key}
+        if own is not None:
+            calls[key] = own
+        watch.calls = calls or None
+
+
+def unwatched() -> AbstractContextManager[object]:
+    """Leave out calls of this thread that are no part of what it was asked to run."""
+    return nullcontext() if watch.calls is None else _collected_by(None)
+
+
 def statement_calls(function: Callable[[], object]) -> list[StatementCall]:
     """Call a function, and return the statements that it ran in this thread, in order.
 
@@ -71,13 +97,6 @@ def statement_calls(function: Callable[[], object]) -> list[StatementCall]:
     ('y[i] += x[i]', [1.0, 1.0])
     """
     own: list[StatementCall] = []
-    key = threading.get_ident()
-    with _lock:
-        watch.calls = {**(watch.calls or {}), key: own}
-    try:
+    with _collected_by(own):
         function()
-    finally:
-        with _lock:
-            rest = {thread: calls for thread, calls in (watch.calls or {}).items() if thread != key}
-            watch.calls = rest or None
     return own
