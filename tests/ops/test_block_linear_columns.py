@@ -12,8 +12,7 @@ from torch.nn import functional
 from insum_nn.compiler.api import statement_calls, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockCOO
-from insum_nn.ops.block_linear import block_linear_stored
-from insum_nn.ops.block_linear_columns import BlockColumns
+from insum_nn.ops.block_linear import BlockColumns, block_linear_stored
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.oracle import assert_same
 
