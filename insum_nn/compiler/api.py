@@ -36,10 +36,12 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
 )
 from insum_nn.compiler.runtime.library.silu import silu
 from insum_nn.compiler.runtime.modes import (
+    autocast_dtype,
     graph_constant,
     is_plain_eager,
     is_traced,
     is_transformed,
+    product_dtype,
     recorded,
     records_graph,
     to_autocast,
@@ -78,6 +80,7 @@ __all__ = [
     "ProgramSum",
     "StatementCall",
     "adds_atomically",
+    "autocast_dtype",
     "built_program",
     "by_table",
     "call_step",
@@ -108,6 +111,7 @@ __all__ = [
     "pairs_are_faster",
     "paths_are_products",
     "pays_between",
+    "product_dtype",
     "recorded",
     "records_graph",
     "silu",

@@ -16,7 +16,7 @@ from insum_nn.ops.sparse_conv_table import (
     table_entries,
     table_statement,
 )
-from insum_nn.ops.statements import run, to_autocast
+from insum_nn.ops.statements import product_dtype, run, to_autocast
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import MOST_ENTRIES, TABLE_FACTS
 
@@ -123,12 +123,10 @@ def sparse_conv(
     [[210.0], [21.0]]
     """
     if kernel_map is not None and not torch.compiler.is_compiling() and not options.validate:
-        if torch._C._is_any_autocast_enabled():
-            features, weight = to_autocast(features), to_autocast(weight)
         result = repeated_conv(features, weight, kernel_map, groups, options, bias)
         if result is not None:
             return result
-    features, weight, initial, table = _chosen(features, weight, kernel_map, bias, groups, options)
+    initial, table = _chosen(features, weight, kernel_map, bias, groups, options)
     if options.validate and kernel_map is not None:
         kernel_map.validate()
     if table and kernel_map is not None:
@@ -148,17 +146,17 @@ def _chosen(
     bias: Tensor | None,
     groups: int,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """Return checked features and weight, what the sum starts from, and whether it runs over the table."""
-    features, weight = _checked(features, weight, kernel_map, bias, groups)
+) -> tuple[Tensor | None, bool]:
+    """Check a call; return what the sum starts from, and whether it runs over the table."""
+    _check(features, weight, kernel_map, bias, groups)
     initial = None
-    if bias is not None and bias.dtype == features.dtype == weight.dtype:
+    if bias is not None and bias.dtype == product_dtype(features) == product_dtype(weight):
         # As the sum's initial value it spares a pass over the output.
         initial = bias.unflatten(0, (groups, -1)) if groups > 1 else bias
     table = kernel_map is not None and takes_table((features, weight, initial), options)
     # While torch traces no table is taken, and the sizes of maps are unknown.
     table = table and kernel_map is not None and table_entries(kernel_map) <= MOST_ENTRIES
-    return features, weight, initial, table
+    return initial, table
 
 
 def _statement(
@@ -177,21 +175,15 @@ def _statement(
     return expression, named, (rows, *(None,) * (1 if groups == 1 else 2))
 
 
-def _checked(
-    features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int
-) -> tuple[Tensor, ...]:
-    """Return features and weight, of autocast's dtype where it is in force, after all checks."""
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        features, weight = to_autocast(features), to_autocast(weight)
+def _check(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int) -> None:
     if kernel_map is not None and _fit(features, weight, kernel_map, bias, groups):
-        return features, weight
+        return
     if kernel_map is not None:
         check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.device)
     else:
         check_features("sparse_conv", features)
     expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
     _check_weight(expression, features, weight, kernel_map, bias, groups)
-    return features, weight
 
 
 def _fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None, groups: int) -> bool:
@@ -204,7 +196,7 @@ def _fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor |
         and kernel[1:-1] == kernel_map.geometry.kernel_size
         and rows[1] == kernel[-1] * groups
         and kernel[0] % groups == 0
-        and weight.dtype == dtype
+        and (weight.dtype == dtype or product_dtype(weight) == product_dtype(features))
         and dtype.is_floating_point
         and sites.device == device
         and weight.device == device
@@ -214,6 +206,7 @@ def _fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor |
 
 def _values(features: Tensor, weight: Tensor, groups: int, *, pointwise: bool) -> dict[str, Tensor]:
     """Return the operands without the index tensors."""
+    features, weight = to_autocast(features), to_autocast(weight)
     outputs, inputs = weight.shape[0], weight.shape[-1]
     # (h, d, o, c) -> (o, h, c, d); one copy of the weights, so that a group's slice is read in one piece.
     cells = weight.reshape(groups, outputs // groups, -1, inputs).permute(2, 0, 3, 1)
@@ -275,7 +268,7 @@ def _check_weight(
             expected_got=(channels, features.shape[1]),
         )
     faults.bias(bias, shape[0], "channel")
-    if weight.dtype != features.dtype:
+    if product_dtype(weight) != product_dtype(features):
         fix = f"pass features.to({weight.dtype}), or run under torch.autocast."
         faults.dtype("features", features, "weight", weight, fix=fix, symbols=["In", "W"])
     faults.layer_devices(weight, bias, "features", features)

@@ -24,12 +24,14 @@ from torch import Tensor
 from insum_nn.compiler.api import (
     BoundProgram,
     BoundSums,
+    autocast_dtype,
     built_program,
     is_plain_eager,
     keep_bitmasks,
     keep_lengths,
     multilinear,
     pairs_are_faster,
+    product_dtype,
 )
 from insum_nn.compiler.options import Options
 from insum_nn.facts import NamedFacts
@@ -110,9 +112,11 @@ def table_conv(
     Returns:
         `Out`, (m, O).
     """
-    if weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(features.dtype):
-        # The list of pairs needs their number on the host.
-        kernel_map.send_counts()
+    if weight.requires_grad and torch.is_grad_enabled():
+        dtype = product_dtype(features) if torch._C._is_any_autocast_enabled() else features.dtype
+        if pairs_are_faster(dtype):
+            # The list of pairs needs their number on the host.
+            kernel_map.send_counts()
     conv = _Conv(kernel_map, groups, options)
     conv.kept.checked.add(_operand_kinds(features, weight, bias))
     return multilinear(conv, "Out", features, weight, initial=bias, plain=True)
@@ -142,6 +146,8 @@ def _operand_kinds(features: Tensor, weight: Tensor, bias: Tensor | None) -> tup
     """What of the operands decides whether a call is right, and what it prepares for its gradients."""
     kinds = (features.shape, features.dtype, features.device, weight.shape, weight.dtype, weight.device)
     recorded = weight.requires_grad and torch.is_grad_enabled()
+    if torch._C._is_any_autocast_enabled():
+        kinds += (autocast_dtype(features.device),)
     return (*kinds, recorded) if bias is None else (*kinds, recorded, bias.shape, bias.dtype, bias.device)
 
 

@@ -14,6 +14,7 @@ from insum_nn.compiler.api import (
     built_program,
     call_traced,
     compile,
+    product_dtype,
     records_graph,
     to_autocast,
     under_autocast,
@@ -24,6 +25,7 @@ from insum_nn.facts import IndexFacts, NamedFacts
 __all__ = [
     "in_a_graph",
     "pad_axis",
+    "product_dtype",
     "program_of",
     "run",
     "static_shape",

@@ -13,7 +13,7 @@ import torch
 from insum_nn.compiler.api import by_table, statement_calls
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.composite import statement_choice
-from insum_nn.errors import InsumRangeError
+from insum_nn.errors import InsumDtypeError, InsumRangeError
 from insum_nn.layers.voxel.conv import SubMConv3d
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops import sparse_conv_table
@@ -28,9 +28,12 @@ from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 from insum_nn.structure.kernel_map.build import build_kernel_map
 from insum_nn.testing.tolerances import assert_matches
+from tests.compiler.interpreted import interpreter
 from tests.ops.conv_oracle import dense_conv, geometry, random_sites, read
 from tests.ops.oracle import assert_gradients, assert_same, strided
 from tests.ops.test_sparse_conv import label, operands
+
+__all__ = ["interpreter"]
 
 EAGER = Options(backend="eager")
 TRITON = Options(backend="triton", tune=False)
@@ -340,6 +343,94 @@ def test_autocast_takes_mixed_inputs(ran):
     # Operands are rounded to bfloat16 too.
     torch.testing.assert_close(result.double(), want, rtol=0, atol=2e-2 * want.abs().max().item())
     torch.testing.assert_close(weight.grad.double(), wide[1].grad, rtol=0, atol=2e-2 * wide[1].grad.abs().max().item())
+
+
+class TestAutocast:
+    """A parameter is cast within the recorded call, and gets its gradient in its own dtype."""
+
+    how = geometry("subm", (3, 3, 3))
+
+    def given(self, dtype=torch.float32):
+        near = build_kernel_map(random_sites((5, 5, 5), 1, 60), self.how)
+        features, weight, bias = operands(near.inputs, self.how, 1, dtype)
+        return near, features.bfloat16().requires_grad_(), torch.nn.Parameter(weight), bias
+
+    def run(self, near, features, weight, bias=None, options=EAGER):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return sparse_conv(features, weight, near, bias, options=options)
+
+    @pytest.mark.parametrize("listed", [False, True], ids=["table", "list"])
+    @pytest.mark.parametrize("options", [EAGER, TRITON], ids=["eager", "triton"])
+    def test_gradients_are_those_of_the_cast_operands(self, listed, options, ran, interpreter, monkeypatch):
+        monkeypatch.setattr(statement_choice, "_LIST_BYTES", 8 if listed else 1)
+        near, features, weight, _ = self.given()
+        for _ in range(2):
+            result = self.run(near, features, weight, options=options)
+            grad = torch.randn(result.shape).bfloat16()
+            got = torch.autograd.grad(result, (features, weight), grad)
+            exact = [t.detach().bfloat16().double().requires_grad_() for t in (features, weight)]
+            total = oracle_of(near, self.how, 1)(*exact, torch.zeros(len(weight), dtype=torch.float64))
+            want = torch.autograd.grad(total, exact, grad.double())
+            assert [each.dtype for each in (result, *got)] == [torch.bfloat16, torch.bfloat16, torch.float32]
+            torch.testing.assert_close(result.double(), total, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(got[0].double(), want[0], rtol=1e-2, atol=1e-2)
+            if options is TRITON:
+                # Sums in float32 are written as they are: a thousandth of what bfloat16 would leave.
+                torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=1e-5)
+            else:
+                torch.testing.assert_close(got[1].double(), want[1], rtol=1e-2, atol=1e-2)
+
+    def test_no_cast_of_a_parameter_is_recorded(self, ran):
+        near, features, weight, _ = self.given()
+        result = self.run(near, features, weight)
+        assert [type(node).__name__ for node, _ in result.grad_fn.next_functions] == ["AccumulateGrad"] * 2
+        # What is no parameter keeps the one that torch records.
+        result = self.run(near, features, weight * 2)
+        assert [type(node).__name__ for node, _ in result.grad_fn.next_functions][1] == "ToCopyBackward0"
+
+    def test_second_derivatives(self, ran):
+        near, features, weight, _ = self.given()
+        leaves = features.detach().float().requires_grad_(), weight
+        made = [*leaves, *(leaf.bfloat16() for leaf in leaves)]
+        want_result = sparse_conv(*made[2:], near, options=EAGER)
+        result = self.run(near, *leaves)
+        assert torch.equal(result, want_result)
+        found = []
+        for own in (result, want_result):
+            first = torch.autograd.grad(own.float().square().sum(), leaves, create_graph=True)
+            second = torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+            assert {each.dtype for each in (*first, *second)} == {torch.float32}
+            found.append((*first, *second))
+        for mine, other in zip(*found, strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())
+
+    @pytest.mark.parametrize("recorded", [False, True], ids=["first", "second"])
+    def test_a_parameter_that_was_updated_since(self, recorded, ran):
+        near, features, weight, _ = self.given()
+        want = torch.autograd.grad(self.run(near, features, weight).float().square().sum(), features)
+        loss = self.run(near, features, weight).float().square().sum()
+        with torch.no_grad():
+            weight.zero_()
+        assert torch.equal(torch.autograd.grad(loss, features, create_graph=recorded)[0], want[0])
+
+    def test_a_parameter_of_two_layers(self, ran):
+        near, features, _, _ = self.given()
+        square = torch.nn.Parameter(torch.randn(6, 3, 3, 3, 6))
+        once = self.run(near, features, square)
+        self.run(near, once, square).float().sum().backward()
+        exact = square.detach().bfloat16().double().requires_grad_()
+        oracle, zero = oracle_of(near, self.how, 1), torch.zeros(6, dtype=torch.float64)
+        oracle(oracle(features.detach().double(), exact, zero), exact, zero).sum().backward()
+        assert square.grad.dtype == torch.float32
+        torch.testing.assert_close(
+            square.grad.double(), exact.grad, rtol=2e-2, atol=2e-2 * exact.grad.abs().max().item()
+        )
+
+    def test_kinds_checked_under_autocast_are_refused_outside(self, ran):
+        near, features, weight, _ = self.given()
+        self.run(near, features, weight)
+        with pytest.raises(InsumDtypeError):
+            sparse_conv(features, weight, near, options=EAGER)
 
 
 class TestTransforms:

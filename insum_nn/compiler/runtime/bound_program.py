@@ -16,7 +16,7 @@ from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.compiler.runtime.unsized_call import Call
 from insum_nn.tensor_cache import insert
 
-__all__ = ["BoundProgram"]
+__all__ = ["BoundProgram", "Shape"]
 
 Shape = Sequence[int | None]
 # Shapes of the other tensors whose calls are remembered.
@@ -28,6 +28,8 @@ class _Program(Protocol):
 
     @property
     def spec(self) -> Spec: ...
+
+    def writing(self, dtype: torch.dtype) -> _Program: ...
 
     def checked_call(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> CheckedCall | None: ...
 
@@ -63,6 +65,7 @@ class BoundProgram:
         self._checked: dict[Hashable, CheckedCall] = {}
         self._ready: dict[Hashable, Ready] = {}
         self._call: Call | None = None
+        self._written: dict[torch.dtype, BoundProgram] = {}
 
     def __call__(
         self,
@@ -132,6 +135,13 @@ class BoundProgram:
             if result is not None:
                 return result
         return self(*others, out_shape=out_shape, initial=initial, plain=True)
+
+    def writing(self, dtype: torch.dtype) -> BoundProgram:
+        """Return the same with an output of another dtype, in which a sum in float32 is written as it is."""
+        found = self._written.get(dtype)
+        if found is None:
+            found = self._written[dtype] = BoundProgram(self.program.writing(dtype), self.tensors)
+        return found
 
     def named(self, others: Sequence[Tensor], initial: Tensor | None) -> dict[str, Tensor]:
         """Return the tensors of a call by name: of the program's own call, which follows every mode."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout, bind, layout_of
 from insum_nn.compiler.lang.declared_facts import Origin
-from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
+from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue, check_epilogue
 from insum_nn.compiler.lang.index_checks import check_index_values, writes_sums
 from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
@@ -176,6 +176,10 @@ class Spec:
     def bare(self) -> Spec:
         """The sum alone."""
         return _with_expression(self, self.expression, self.drop_outside)
+
+    def writing(self, dtype: torch.dtype) -> Spec:
+        """The same with an output of another floating-point dtype."""
+        return replace(self, epilogue=check_epilogue(self.expression, self.epilogue.activation, dtype))
 
     def with_statement(self, statement: Statement, *, drop_outside: bool) -> Spec:
         return _with_expression(self, str(statement), drop_outside)

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.kernels.ahead import UndecidedError, rehearsing
-from insum_nn.dtypes import wide_dtype
+from insum_nn.dtypes import FLOATS, wide_dtype
 
 __all__ = [
+    "CAST",
     "PLAIN",
+    "autocast_dtype",
     "exceeds",
     "graph_constant",
     "has_active_modes",
@@ -26,6 +28,7 @@ __all__ = [
     "is_transformed",
     "outer_autocast",
     "plain_apply",
+    "product_dtype",
     "recorded",
     "records_graph",
     "size_hint",
@@ -184,9 +187,26 @@ def under_autocast(device: torch.device) -> bool:
     return device.type in _DEVICES and torch.is_autocast_enabled(device.type)
 
 
-def _is_cast(dtype: torch.dtype) -> bool:
-    """Return whether autocast casts a dtype: a float that sums in float32."""
-    return dtype.is_floating_point and wide_dtype(dtype) == torch.float32
+CAST = tuple(dtype for dtype in FLOATS if wide_dtype(dtype) == torch.float32)
+"""What autocast casts: floats that are summed in float32."""
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that operands of products take on a device; `None` where autocast is not active there."""
+    kind = device.type
+    # `under_autocast`, written out.
+    return torch.get_autocast_dtype(kind) if kind in _DEVICES and torch.is_autocast_enabled(kind) else None
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that an operand has in a product: its own, or autocast's where it is active.
+
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     product_dtype(torch.ones(1)), product_dtype(torch.ones(1).double())
+    (torch.bfloat16, torch.float64)
+    """
+    dtype = autocast_dtype(tensor.device)
+    return tensor.dtype if dtype is None or tensor.dtype not in CAST else dtype
 
 
 @overload
@@ -203,10 +223,14 @@ def to_autocast(value: object) -> object:
     torch.bfloat16
     """
     # What is no tensor is for the checks to judge.
-    if not isinstance(value, Tensor) or not under_autocast(device := value.device):
+    if not isinstance(value, Tensor):
         return value
-    dtype = torch.get_autocast_dtype(device.type)
-    return value.to(dtype) if value.dtype is not dtype and _is_cast(value.dtype) else value
+    # `product_dtype`, written out.
+    device = value.device.type
+    if value.dtype not in CAST or device not in _DEVICES or not torch.is_autocast_enabled(device):
+        return value
+    dtype = torch.get_autocast_dtype(device)
+    return value if value.dtype is dtype else value.to(dtype)
 
 
 class _Suspended:

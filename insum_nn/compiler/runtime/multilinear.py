@@ -15,12 +15,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
+from torch.nn import Parameter
 
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.batched_gradients import each_vector
 from insum_nn.compiler.runtime.bound_program import BoundProgram
-from insum_nn.compiler.runtime.modes import is_plain_eager, plain_apply, without_autocast
-from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
+from insum_nn.compiler.runtime.modes import (
+    CAST,
+    autocast_dtype,
+    is_plain_eager,
+    plain_apply,
+    to_autocast,
+    without_autocast,
+)
+from insum_nn.compiler.runtime.steps.gradients_ahead import Rehearsed, rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
 __all__ = [
@@ -43,11 +51,17 @@ class Multilinear(Protocol):
         ...
 
     def eager(
-        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
+        self,
+        requested: str,
+        operands: tuple[Tensor, ...],
+        made: dict[str, Tensor],
+        initial: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Compute the tensor of that name in eager mode without autocast, where nothing is recorded.
 
-        `made` is for what one sum makes of an operand and the next sum of the same tensors can use, by name.
+        `made` is for what one sum makes of an operand and the next sum of the same tensors can use, by name. `dtype` is
+        that of the result, where it is not that of the operands.
         """
         ...
 
@@ -74,10 +88,17 @@ class BoundSums(ABC):
         return written
 
     def eager(
-        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
+        self,
+        requested: str,
+        operands: tuple[Tensor, ...],
+        made: dict[str, Tensor],
+        initial: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Compute a tensor, as `Multilinear` says."""
         bound, read, shape, key = self.call(requested, operands, made)
+        if dtype is not None:
+            bound = bound.writing(dtype)
         initial = initial if initial is None else _in_axes(initial, shape)
         if key is None:
             return self.result(requested, bound.run_plain(read, shape, initial))
@@ -104,26 +125,63 @@ def multilinear(
     Args:
         sums: the sum of each tensor.
         requested: the name of the result.
-        *operands: those of `sums.operands[requested]`, in its order.
+        *operands: those of `sums.operands[requested]`, in its order. Under autocast they take its dtype.
         initial: the initial value of every row of it: (n,), or the same cut into axes.
         plain: the caller knows that all of them are plain tensors in eager mode.
     """
     if not plain and not is_plain_eager(*operands, initial):
-        return sums.in_modes(requested, operands, initial)
+        return sums.in_modes(requested, tuple(map(to_autocast, operands)), initial)
+    dtype: torch.dtype | None = None
+    if torch._C._is_any_autocast_enabled():
+        operands, dtype = _cast(operands)
     if torch.is_grad_enabled():
         # A loop instead of `any`: no generator in every call.
         for tensor in (*operands, initial):
             if tensor is not None and tensor.requires_grad:
-                return _record(sums, requested, initial, *operands)  # type: ignore[no-any-return]
+                return _record(sums, requested, initial, dtype, *operands)  # type: ignore[no-any-return]
     return _computed(sums, requested, operands, {}, initial)
 
 
+def _cast(operands: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], torch.dtype | None]:
+    """Cast operands to autocast's dtype, but for parameters, which are to be cast to the dtype that is returned.
+
+    torch would record the cast of a parameter as a call of its own, and cast the gradient back by another one. What
+    sums the gradient has it in float32, and writes it so.
+    """
+    dtype = autocast_dtype(operands[0].device)
+    if dtype is None:
+        return operands, None
+    left: torch.dtype | None = None
+    found, recorded = list(operands), torch.is_grad_enabled()
+    for at, operand in enumerate(operands):
+        if operand.dtype is dtype or operand.dtype not in CAST:
+            continue
+        if recorded and type(operand) is Parameter and operand.requires_grad:
+            left = dtype
+        else:
+            found[at] = operand.to(dtype)
+    return tuple(found), left
+
+
 class _Multilinear(torch.autograd.Function):
-    first_operand = 3
+    first_operand = 4
 
     @staticmethod
-    def forward(ctx: Any, sums: Multilinear, requested: str, initial: Tensor | None, *operands: Tensor) -> Tensor:
-        _, _, _, *needed = ctx.needs_input_grad
+    def forward(
+        ctx: Any,
+        sums: Multilinear,
+        requested: str,
+        initial: Tensor | None,
+        dtype: torch.dtype | None,
+        *operands: Tensor,
+    ) -> Tensor:
+        _, _, _, _, *needed = ctx.needs_input_grad
+        cold.call = _Multilinear, ctx, sums, requested, initial, dtype, *operands
+        dtypes: list[torch.dtype] | None = None
+        if dtype is not None:
+            # Of parameters the copies are kept: a backward pass that is not differentiated reads nothing else.
+            dtypes = [operand.dtype for operand in operands]
+            operands = tuple([operand.to(dtype) for operand in operands])
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
         if count < len(needed) or count == 1:
@@ -134,8 +192,7 @@ class _Multilinear(torch.autograd.Function):
             ctx.save_for_backward(*saved)
         else:
             ctx.save_for_backward(*operands)
-        ctx.rest = sums, requested, None if initial is None else initial.shape
-        cold.call = _Multilinear, ctx, sums, requested, initial, *operands
+        ctx.rest = sums, requested, None if initial is None else initial.shape, dtypes
         try:
             if torch._C._is_any_autocast_enabled():
                 result = _computed(sums, requested, operands, {}, initial)
@@ -149,28 +206,31 @@ class _Multilinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (sums, left, initial), (grad,) = ctx.rest, grads
+        (sums, left, initial, dtypes), (grad,) = ctx.rest, grads
         if is_legacy_batchedtensor(grad) or grad.is_neg():
             return each_vector(_Multilinear.backward, ctx, grads)
         names = sums.operands[left]
-        needed = needed_gradients(ctx, 3, len(names), (type(sums), left), before=initial is not None)
-        tensors: dict[str, Tensor] = dict(zip(names, ctx.saved_tensors, strict=True))
-        tensors[left] = grad
+        needed = needed_gradients(ctx, 4, len(names), (type(sums), left), before=initial is not None)
         unrecorded = not torch.is_grad_enabled() and is_plain_eager(grad)
+        read = ctx.saved_tensors if dtypes is None or unrecorded else _rejoined(ctx, dtypes, int(initial is not None))
+        tensors: dict[str, Any] = dict(zip(names, read, strict=True))
+        tensors[left] = grad
         autocast = torch._C._is_any_autocast_enabled()
         made: dict[str, Tensor] = {}
-        found: list[Tensor | None] = [None, None, None]
-        for requested, own in zip(names, needed, strict=True):
-            if not own:
+        found: list[Tensor | None] = [None, None, None, None]
+        for at, requested in enumerate(names):
+            if not needed[at]:
                 found.append(None)
                 continue
             operands = tuple(map(tensors.__getitem__, sums.operands[requested]))
+            dtype = None if dtypes is None or dtypes[at] is grad.dtype else dtypes[at]
             if not unrecorded:
-                found.append(multilinear(sums, requested, *operands))
+                part = multilinear(sums, requested, *operands)
+                found.append(part if dtype is None else part.to(dtype))
             elif autocast:
-                found.append(_computed(sums, requested, operands, made, None))
+                found.append(_computed(sums, requested, operands, made, None, dtype))
             else:
-                found.append(sums.eager(requested, operands, made))
+                found.append(sums.eager(requested, operands, made, None, dtype))
         if ctx.needs_input_grad[2]:
             total = grad.sum(0)
             found[2] = total if total.shape == initial else total.reshape(initial)
@@ -182,16 +242,46 @@ class _Multilinear(torch.autograd.Function):
 _record = plain_apply(_Multilinear)
 
 
+def _rejoined(ctx: Any, dtypes: Sequence[torch.dtype], before: int) -> list[Tensor | None]:
+    """The operands as they were read, those that were cast as functions of what they were cast from."""
+    read: list[Tensor | None] = list(ctx.saved_tensors)
+    if type(ctx) is Rehearsed:
+        return read
+    for at, (node, _) in enumerate(ctx.next_functions[before:]):
+        copy = read[at]
+        if copy is not None and node is not None and copy.dtype is not dtypes[at]:
+            read[at] = _Copy.apply(node.variable, copy)
+    return read
+
+
+class _Copy(torch.autograd.Function):
+    """A copy of a tensor in another dtype, made before and maybe of other numbers than the tensor has now."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
+
+
 def _computed(
-    sums: Multilinear, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None
+    sums: Multilinear,
+    requested: str,
+    operands: tuple[Tensor, ...],
+    made: dict[str, Tensor],
+    initial: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return _computed(sums, requested, operands, made, initial)
+            return _computed(sums, requested, operands, made, initial, dtype)
     if torch._C._is_any_autocast_enabled():
         with without_autocast(operands[0].device):
-            return sums.eager(requested, operands, made, initial)
-    return sums.eager(requested, operands, made, initial)
+            return sums.eager(requested, operands, made, initial, dtype)
+    return sums.eager(requested, operands, made, initial, dtype)
 
 
 def multilinear_traced(sums: Multilinear, requested: str, *operands: Tensor, initial: Tensor | None = None) -> Tensor:

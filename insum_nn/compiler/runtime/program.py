@@ -23,7 +23,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import call_key, check_kinds, static_tables
 from insum_nn.compiler.runtime.autograd import apply, apply_plain
-from insum_nn.compiler.runtime.bound_program import BoundProgram
+from insum_nn.compiler.runtime.bound_program import BoundProgram, Shape
 from insum_nn.compiler.runtime.dispatch import (
     CheckedCall,
     Key,
@@ -35,7 +35,7 @@ from insum_nn.compiler.runtime.dispatch import (
     run_spec,
 )
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
-from insum_nn.compiler.runtime.modes import to_autocast
+from insum_nn.compiler.runtime.modes import PLAIN, to_autocast
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.compiler.runtime.tracing.traced import call_operator
@@ -45,10 +45,8 @@ from insum_nn.tensor_cache import insert, same_views
 
 __all__ = ["Program", "ProgramSum", "Shape"]
 
-Shape = Sequence[int | None]
 # Calls of one program whose checks are remembered.
 _CHECKED_LIMIT = 64
-_PLAIN = (Tensor, torch.nn.Parameter)
 # Kinds of arguments that need no look at them.
 _SHAPES = (type(None), tuple, torch.Size)
 _NAMED = (type(None), dict)
@@ -103,7 +101,6 @@ class Program:
         self._sizes: dict[str, int] = dict(sizes)
         self._out_shape = None if out_shape is None else tuple(out_shape)
         self._names: tuple[str, ...] = layout_of(self.statement).tensors
-        self._required = frozenset(self._names)
         self._index_names: tuple[str, ...] = self.statement.index_tensors()
         self._text: str = spec.to_json()
         self._checked: dict[tuple[object, ...], CheckedCall] = {}
@@ -211,11 +208,11 @@ class Program:
         if torch.compiler.is_dynamo_compiling():
             # What is compiled copies what it made, wherever tensors lie.
             check_unrecorded(self.expression, out, named)
-            whole = out_shape if out_shape is not None else out.shape
-            return write_out(self.expression, out, self(sizes=sizes, out_shape=whole, tensors=named))
-        check_out(self.statement, out, named)
-        shape = out_shape if out_shape is not None else self._out_shape
-        shape = shape_for(self.statement, out, {**self._sizes, **(sizes or {})}, shape)
+            shape = out_shape if out_shape is not None else out.shape
+        else:
+            check_out(self.statement, out, named)
+            shape = out_shape if out_shape is not None else self._out_shape
+            shape = shape_for(self.statement, out, {**self._sizes, **(sizes or {})}, shape)
         return write_out(self.expression, out, self(sizes=sizes, out_shape=shape, tensors=named))
 
     def bind(self, tensors: Mapping[str, Tensor]) -> BoundProgram:
@@ -233,22 +230,26 @@ class Program:
         """The program with no tensor bound: a call takes all by position, and records no gradients."""
         return self.bind({})
 
+    @lru_cache(maxsize=1024)  # noqa: B019
+    def writing(self, dtype: torch.dtype) -> Program:
+        """Return the program with an output of another floating-point dtype than its factors'."""
+        return _rebuild(self._spec.writing(dtype), self._sizes, self._out_shape)
+
     def _plain(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None] | None:
         """The tensors in the layout's order, and the initial value; `None` where one is out of the ordinary."""
         if torch._C._is_any_autocast_enabled():
             return None
-        names = self._names
-        initial = None
+        names, initial = self._names, None
         if len(named) != len(names):
             initial = named.get(self.statement.output.name)
             if initial is None or len(named) != len(names) + 1:
                 return None
-            if type(initial) not in _PLAIN or initial.layout is not torch.strided or initial.is_neg():
+            if type(initial) not in PLAIN or initial.layout is not torch.strided or initial.is_neg():
                 return None
         ordered: list[Tensor] = []
         for name in names:
             tensor = named.get(name)
-            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
+            if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
                 return None
             ordered.append(tensor)  # type: ignore[arg-type]
         return ordered, initial
@@ -273,7 +274,7 @@ class Program:
         statement = self.statement
         initial = named.get(statement.output.name)
         expected = len(self._names) + (initial is not None)
-        if len(named) != expected or not named.keys() >= self._required:
+        if len(named) != expected or not named.keys() >= set(self._names):
             present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
             check_names(statement, present)
         if torch._C._is_any_autocast_enabled():
