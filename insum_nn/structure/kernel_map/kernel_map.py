@@ -7,9 +7,9 @@ makes, the other is made from it at the first use. All is done on the device of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from insum_nn.structure.kernel_map.tables import (
 from insum_nn.structure.transfers import read_later
 
 __all__ = ["FACTS", "KernelMap"]
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -100,6 +102,18 @@ class KernelMap:
         """Where the map is stored."""
         return self.inputs.indices.device
 
+    def _kept(self, name: str, make: Callable[[], Kept], *, both: bool = False) -> Kept:
+        """Return what is derived from the map, made at its first use; `both`: one for both directions.
+
+        Ordinary tensors count their changes, so that a compiler can keep what it makes of them.
+        """
+        key = name, self.inverted and not both
+        found: Kept | None = self._cache.get(key)
+        if found is None:
+            with plain_tensors(self.inputs.indices):
+                found = self._cache[key] = make()
+        return found
+
     @property
     def _groups(self) -> Groups:
         """Pairs in groups, of the direction that is not inverted."""
@@ -130,12 +144,7 @@ class KernelMap:
         groups = self._cache.get(("groups", False))
         if groups is not None:
             return groups.filled
-        found = self._cache.get(("filled", False))
-        if found is None:
-            with plain_tensors(self.inputs.indices):
-                found = self._cache["table", False].filled
-            self._cache["filled", False] = found
-        return found
+        return self._kept("filled", lambda: self._cache["table", False].filled, both=True)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -143,14 +152,11 @@ class KernelMap:
         groups = self._cache.get(("groups", False))
         if groups is not None and groups.counts is not None:
             return groups.counts
-        self.send_counts()
-        return tuple(self._cache["counts", False]())
+        return tuple(self.send_counts()())
 
-    def send_counts(self) -> None:
+    def send_counts(self) -> Callable[[], list[int]]:
         """Have `counts` sent to the host, so that who asks for them later does not wait for what was queued since."""
-        if ("counts", False) not in self._cache:
-            with plain_tensors(self.inputs.indices):
-                self._cache["counts", False] = read_later(self.filled)
+        return self._kept("counts", lambda: read_later(self.filled), both=True)
 
     def _cached_counts(self) -> tuple[Tensor, tuple[int, ...]] | None:
         """Return the pair count of each offset on a GPU; on a CPU they are not needed before the pairs are found."""
@@ -181,23 +187,17 @@ class KernelMap:
     @property
     def pair_list(self) -> Mapping[str, Tensor]:
         """Every pair once, ascending by offset: `Off`, `OutIdx`, `InIdx`, (p,) int32; kept once built."""
-        found = self._cache.get(("list", self.inverted))
-        if found is None:
-            found = self._cache["list", self.inverted] = self._pair_list()
-        return found
+        return self._kept("list", self._pair_list)
 
     def _pair_list(self) -> Mapping[str, Tensor]:
         if self.inverted:
             cached = self.inverse.pair_list
             return {"Off": cached["Off"], "OutIdx": cached["InIdx"], "InIdx": cached["OutIdx"]}
-        with plain_tensors(self.inputs.indices):
-            groups = self._cache.get(("groups", False))
-            if groups is not None:
-                return list_of_groups(groups)
-            cached, table = self._cached_counts(), self._cache["table", False]
-            if cached is None:
-                return list_of_table(table.neighbours)
-            return table.pair_list(cached[0], sum(cached[1]))
+        groups = self._cache.get(("groups", False))
+        if groups is not None:
+            return list_of_groups(groups)
+        cached, table = self._cached_counts(), self._cache["table", False]
+        return list_of_table(table.neighbours) if cached is None else table.pair_list(cached[0], sum(cached[1]))
 
     @property
     def calls(self) -> dict[Any, Any]:
@@ -239,12 +239,7 @@ class KernelMap:
 
         `map.inverse.table` is the same for the transposed direction, whose owners are the inputs.
         """
-        found = self._cache.get(("table", self.inverted))
-        if found is None:
-            # Ordinary tensors count their changes, so that a compiler can keep what it makes of them.
-            with plain_tensors(self.inputs.indices):
-                found = self._cache["table", self.inverted] = self._table()
-        return found
+        return self._kept("table", self._table)
 
     def _table(self) -> NeighbourTable:
         if self.inverted and self.geometry.is_mirrored:
@@ -260,11 +255,7 @@ class KernelMap:
 
         Of each input voxel: `map.inverse.output_counts`.
         """
-        counts = self._cache.get(("output_counts", self.inverted))
-        if counts is None:
-            with plain_tensors(self.inputs.indices):
-                counts = self._cache["output_counts", self.inverted] = self._output_counts()
-        return counts.to(dtype)
+        return self._kept("output_counts", self._output_counts).to(dtype)
 
     def _output_counts(self) -> Tensor:
         if ("groups", False) not in self._cache:
