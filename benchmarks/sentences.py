@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from benchmarks.first_step import FirstStep
+from benchmarks.records import Record
 from benchmarks.registry import is_ours
 from benchmarks.report import Row, baseline_name, geometric_mean
 from benchmarks.selection import Compared
@@ -87,11 +88,11 @@ def busy(rows: Sequence[Row], device: str) -> str:
     return _wrapped(f"**GPU time and CPU time.** On an {_short(device)} the GPU works for {_joined(parts)}.")
 
 
-def peer_models(rows: Sequence[Row], device: str) -> str:
+def peer_models(rows: Sequence[Row]) -> str:
     """Compare steps of other packages' models with our layers and with the fastest other ones, in the same mode."""
-    parts: list[str] = []
-    for row in rows:
-        if row.family != "peer_models" or row.gpu != device:
+    parts: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row.gpu, reverse=True):
+        if row.family != "peer_models":
             continue
         for mode in ("", "/compiled"):
             timed = {
@@ -109,10 +110,19 @@ def peer_models(rows: Sequence[Row], device: str) -> str:
                 launches = mine["busy"]["launches"] / other["busy"]["launches"]
                 share = mine["busy"]["ms"] / other["busy"]["ms"]
                 text += f", {launches:.2f} of the launches and {share:.2f} of the GPU's time"
-            parts.append(f"{text} that it takes with {baseline_name(best)}")
+            replays = _replayed(mine), _replayed(other)
+            if all(replays):
+                text += f" ({replays[0] / replays[1]:.2f} in a CUDA graph)"
+            parts.setdefault(_short(row.gpu), []).append(f"{text} that it takes with {baseline_name(best)}")
     if not parts:
         return "No model was measured with our layers and with others."
-    return _wrapped(f"With ours, {'; '.join(parts)}.")
+    return "\n".join(_wrapped(f"With ours, on an {gpu}, {'; '.join(found)}.") for gpu, found in parts.items())
+
+
+def _replayed(record: Record) -> float:
+    """Milliseconds of a replay of its CUDA graph; 0: not measured."""
+    found = record["replay"]
+    return found["ms"]["p50"] if found is not None and found["ms"] is not None else 0.0
 
 
 def host(rows: Sequence[Row], device: str) -> str:

@@ -159,9 +159,9 @@ def _minor(version: str) -> str:
 # docs -----------------------------------------------------------------------------------------------------------------
 
 
-def network_table(rows: Sequence[Row], family: str = "network") -> str:
+def network_table(rows: Sequence[Row], family: str = "network", device: str = DEVICE) -> str:
     """Write a line for each network and provider."""
-    chosen = [row for row in rows if _slug(row) == DEVICE and row.family == family]
+    chosen = [row for row in rows if _slug(row) == device and row.family == family]
     lines: list[list[str]] = []
     for row in sorted(chosen, key=lambda row: row.case):
         for name, record in row.group.items():
@@ -176,6 +176,12 @@ def network_table(rows: Sequence[Row], family: str = "network") -> str:
             lines.append([f"`{case}`", baseline_name(name), duration(record["ms"]["p50"]), busy, launches, first, peak])
     head = ["network", "layers", "time", "device busy", "launches", "first step", "peak memory"]
     return f"{markdown(head, lines)}\n\n{_provenance(chosen)}"
+
+
+def peer_model_table(rows: Sequence[Row]) -> str:
+    """Write for each device a table of the models of other packages."""
+    devices = dict.fromkeys(_slug(row) for row in rows if row.family == "peer_models")
+    return "\n\n".join(network_table(rows, "peer_models", device) for device in sorted(devices, reverse=True))
 
 
 def first_step_table() -> str:
@@ -369,12 +375,12 @@ def tables() -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {
         "": lambda: readme_table(rows),
         "networks": lambda: network_table(rows),
-        "peer-models": lambda: network_table(rows, "peer_models"),
+        "peer-models": lambda: peer_model_table(rows),
         "first-steps": first_step_table,
         "data-parallel": lambda: data_parallel_table(archive.current_entries("data_parallel")),
         "first-step-kinds": lambda: sentences.first_steps_by_kind(first_steps(DEVICE)),
         "busy-sentence": lambda: sentences.busy(rows, gpu),
-        "peer-models-sentence": lambda: sentences.peer_models(rows, gpu),
+        "peer-models-sentence": lambda: sentences.peer_models(rows),
         "host-sentence": lambda: sentences.host(rows, gpu),
         "maps-sentence": lambda: sentences.maps(rows),
         "selection-sentence": lambda: sentences.selection(archive.current_entries("selection", DEVICE)),
