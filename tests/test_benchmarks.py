@@ -969,8 +969,8 @@ def test_sentences_hold_the_numbers_of_the_records():
         measured(model, "e3nn", 900.0),
     ]
     assert sentences.peer_models(report.rows(entries)).replace("\n", " ") == (
-        "With ours, on an H200, a step of `nequip` takes 0.75 of the time, 0.40 of the launches and 1.50 of the GPU's time that it"
-        " takes with OpenEquivariance."
+        "With ours, on an H200, a step of `nequip` takes 0.75 of the time, 0.40 of the launches and 1.50 of the GPU's"
+        " time that it takes with OpenEquivariance."
     )
     # Compiled models are compared with compiled ones alone; in a CUDA graph, where both were measured in one.
     graph = {"gate": "passed", "ms": {"p20": 0.1, "p50": 0.1, "p80": 0.1}}
