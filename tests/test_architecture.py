@@ -130,7 +130,6 @@ OWN_OPERATORS: dict[str, str] = {
     "insum_nn/ops/graph_conv.py": "keeps the graph of calls that promise an order: a compiled step 2.1 ms, without 24; "
     "of an `Adjacency` takes gradients by the transposed matrix, where those of the statement would sort it",
     "insum_nn/ops/tensor_product.py": "TorchScript keeps it; on a GPU several gradients are one kernel behind it",
-    "insum_nn/ops/tensor_product_right.py": "TorchScript keeps it",
 }
 
 # Gradients are derived: `compiler/lang/derivative.py`.

@@ -40,13 +40,14 @@ from insum_nn.compiler.api import (
     multilinear_jointly,
     needed_gradients,
     records_graph,
+    statement_calls,
     under_autocast,
     without_autocast,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
-from insum_nn.ops.tensor_product_right import tensor_product_right
-from insum_nn.ops.tensor_product_roles import expressions_of, given_of, role_of, roles_of
+from insum_nn.ops.tensor_product_roles import expressions_of, role_of, roles_of
 from insum_nn.ops.tensor_product_spec import TensorProductSpec, layout_of, others
+from insum_nn.ops.tensor_product_statement import Operands
 from insum_nn.tensor_cache import same_view
 
 __all__ = [
@@ -140,12 +141,43 @@ def expressions(
 
     Args:
         spec: the representations and paths.
-        role: the output, or the gradient of `x`, `y` or `w`.
+        role: the output, or the gradient of `x`, `y` or `w`; "b" is `tensor_product_right`.
         device: where a second statement may read what a first one made of one operand and the weights.
         staged: such statements; without, those that run where the first one's result takes too much memory.
     """
     where = torch.device("cpu") if device is None else device
     return expressions_of(layout_of(spec.to_json()), role, where, staged=staged)
+
+
+def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tensor) -> Tensor:
+    """Evaluate all of a tensor product but its first input.
+
+        B[z,I[p,u],K[p,w]] += CG[p] * Y[z,J[p,v]] * W[L[p],u,v,w]
+
+    Source: `e3nn.o3.TensorProduct.right`.
+
+    Args:
+        spec: the representations and paths, or their JSON.
+        y: (z, dim of in2); differentiable.
+        weight: (numel,) if the spec shares weights, else (z, numel); differentiable.
+
+    Returns:
+        (z, dim of in1, dim of out); multiplied by `x` it gives the tensor product of `x` and `y`.
+
+    Raises:
+        UnsupportedModeError: a path is of a mode with pairs, which couple the copies of both inputs.
+
+    >>> from insum_nn.structure.irreps import Entry, Path
+    >>> double = Path(0, 0, 0, "uuu", False, 2.0, (1,))
+    >>> scalar = (Entry(1, 0, 1),)
+    >>> spec = TensorProductSpec(scalar, scalar, scalar, (double,), shared=True)
+    >>> tensor_product_right(spec, torch.ones(1, 1), torch.zeros(0))
+    tensor([[[2.]]])
+    """
+    text = spec if isinstance(spec, str) else spec.to_json()
+    if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
+        return torch.ops.insum_nn.tensor_product_right(text, y, weight)  # type: ignore[no-any-return]
+    return _right(text, y, weight)
 
 
 def explain_tensor_product(
@@ -160,13 +192,13 @@ def explain_tensor_product(
     measure: bool = False,
 ) -> Explanation:
     """Explain one statement of the output on these tensors, and how the gradients ran last."""
-    layout = layout_of(spec.to_json())
-    rows = x.shape[0]
-    source = role_of(layout, "z", x.device, x.dtype).at_size(rows)
-    programs = source.programs_in_order
-    named, shape = source.arguments_of(statement, (x, y, weight), (receivers, senders), rows)
-    explained = programs[statement].explain(tensors=named, out_shape=shape, measure=measure)
-    if (count := len(programs)) > 1:
+    sums = _Sums(spec.to_json(), receivers, senders, x.shape[0], x.shape[0])
+    layout, operands = layout_of(sums.text), sums.reads({"x": x, "y": y, "w": weight})
+    source = role_of(layout, "z", x.device, x.dtype)
+    with torch.no_grad():
+        calls = statement_calls(lambda: source(operands, x.shape[0]))
+    explained: Explanation = calls[statement].explain(measure=measure)
+    if (count := len(calls)) > 1:
         others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
         explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
     # How these were computed last.
@@ -220,6 +252,12 @@ class _Sums(NamedTuple):
         count = self.num_x if self.senders is None else self.senders.shape[0]
         return {"x": self.num_x, "y": count, "w": count, "z": self.num_z}
 
+    def reads(self, operands: Mapping[str, Tensor]) -> Operands:
+        """Return all that the statements of a call read."""
+        if self.receivers is None or self.senders is None:
+            return {**operands}
+        return {**operands, "Dst": self.receivers, "Src": self.senders}
+
     def key(self, operands: Mapping[str, Tensor]) -> Hashable:
         """Return what decides the shapes and dtypes of a call."""
         kinds = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
@@ -234,11 +272,10 @@ class _Sums(NamedTuple):
         if torch._C._is_any_autocast_enabled() and under_autocast(device):
             with without_autocast(device):
                 return self.run(requested, operands, plain=plain)
-        ends, layout = (self.receivers, self.senders), layout_of(self.text)
-        if not plain and not is_plain_eager(*operands.values(), *ends):
-            rows = self.rows
-            return {x: role_of(layout, x, device, dtype)(given_of(operands, x), ends, rows[x]) for x in requested}
-        return roles_of(layout, requested, device, dtype)(operands, ends, self.rows, self.key(operands))
+        layout, rows, read = layout_of(self.text), self.rows, self.reads(operands)
+        if not plain and not is_plain_eager(*read.values()):
+            return {role: role_of(layout, role, device, dtype)(read, rows[role]) for role in requested}
+        return roles_of(layout, requested, device, dtype)(read, rows, self.key(operands))
 
     def totals(
         self, grads: Mapping[str, Tensor], requested: Sequence[str], operands: Mapping[str, Tensor]
@@ -262,12 +299,12 @@ class _Sums(NamedTuple):
                     made[role] = made[role].add_(part) if role in made else part
             return [made[role] for role in roles]
 
-        every = {**operands, **{f"g{left}": grad for left, grad in grads.items()}}
+        every = self.reads({**operands, **{f"g{left}": grad for left, grad in grads.items()}})
         roles = roles_of(layout, requested, some.device, some.dtype, tuple(grads))
-        return roles.jointly(every, self.indices, self.rows, self.key(operands), separately)
+        return roles.jointly(every, self.rows, self.key(operands), separately)
 
     def in_modes(self, requested: str, operands: Mapping[str, Tensor]) -> Tensor:
-        given, ends = given_of(operands, requested), (self.receivers, self.senders)
+        given, ends = [operands[role] for role in others(requested)], (self.receivers, self.senders)
         if is_plain_eager(*given, *ends):
             sums = self
             if self.receivers is not None and self.senders is not None:
@@ -298,14 +335,18 @@ class _Sums(NamedTuple):
         return sums, {}
 
 
-# The registered operators: how tracing, TorchScript and exported graphs see a tensor product. Dynamo and TorchScript
-# keep the first; AOTAutograd, export and make_fx decompose it into torch's operations, or, on a GPU, into the second.
+# The registered operators: how tracing, TorchScript and exported graphs see tensor products. Dynamo and TorchScript
+# keep the composite ones; AOTAutograd, export and make_fx decompose these into torch's operations, or, on a GPU,
+# `tensor_product` into `tensor_product_call`.
 
 _SCHEMA = (
     "(str spec, str role, Tensor first, Tensor second, Tensor third, Tensor? receivers, Tensor? senders, "
     "SymInt num_x, SymInt num_z) -> Tensor"
 )
 torch.library.define("insum_nn::tensor_product", _SCHEMA)
+
+
+torch.library.define("insum_nn::tensor_product_right", "(str spec, Tensor y, Tensor weight) -> Tensor")
 
 
 def _sums_of(spec: str, role: str, *operands: Any) -> tuple[_Sums, dict[str, Tensor]]:
@@ -319,6 +360,14 @@ def _sums_of(spec: str, role: str, *operands: Any) -> tuple[_Sums, dict[str, Ten
 def _composite(spec: str, role: str, *operands: Any) -> Tensor:
     sums, given = _sums_of(spec, role, *operands)
     return sums.in_modes(role, given)
+
+
+def _right(spec: str, y: Tensor, weight: Tensor) -> Tensor:
+    with without_autocast(y.device):
+        return role_of(layout_of(spec), "b", y.device, y.dtype)({"y": y, "w": weight}, y.shape[0])
+
+
+torch.library.impl("insum_nn::tensor_product_right", "CompositeImplicitAutograd", _right)
 
 
 @torch.library.custom_op("insum_nn::tensor_product_call", mutates_args=(), schema=_SCHEMA)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from insum_nn.dtypes import INDEX_DTYPES
-from insum_nn.errors import InsumDtypeError, InsumShapeError
+from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError
 from insum_nn.ops.faults import Faults
 from insum_nn.ops.tensor_product_spec import ProductLayout
 
-__all__ = ["check_operands"]
+__all__ = ["check_ends", "check_operands", "check_shapes"]
+
+# An extent is a number, or `None`: any.
+Expected = Mapping[str, tuple[Tensor, tuple[Any, ...]]]
 
 
 def check_operands(
@@ -56,32 +60,43 @@ def check_operands(
         faults.add(InsumShapeError, "num_receivers", message, fix=fix, got=num_receivers)
     rows: Any = senders.shape[0] if senders is not None and senders.ndim == 1 else None
     rows, what = (rows, "edges") if spec.convolution else (x.shape[0] if x.ndim else None, "samples")
-    expected: dict[str, tuple[Tensor, tuple[Any, ...]]] = {
+    expected: Expected = {
         "x": (x, (None if spec.convolution else rows, layout.dims["x"])),
         "y": (y, (rows, layout.dims["y"])),
         "weight": (weight, (() if spec.shared else (rows,)) + (spec.weight_numel,)),
         **{name: (index, (rows,)) for name, index in given.items()},
     }
-    for name, (tensor, shape) in expected.items():
-        got = tuple(tensor.shape)
-        if len(got) != len(shape) or any(e is not None and e != g for e, g in zip(shape, got, strict=True)):
-            names = ["n" if e is None else str(e) for e in shape]
-            shown = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
-            details, fix = [f"expected {shown}; got {got}"], f"pass {name} of shape {shown}, for {rows} {what}."
-            faults.add(InsumShapeError, name, f"has shape {got}", details=details, fix=fix, expected_got=(shape, got))
+    check_shapes(faults, expected, rows, what)
     # Where there are no weights, their dtype and device do not matter.
     factors = {"y": y} | ({"weight": weight} if weight.numel() else {})
-    for name, tensor in (factors | given).items():
+    for name, tensor in factors.items():
         faults.device(name, tensor, "x", x)
     if not x.dtype.is_floating_point:
         message = f"must be floating-point, got {x.dtype}"
         faults.add(InsumDtypeError, "x", message, fix="pass x.float().", expected_got=(None, x.dtype))
     for name, tensor in factors.items():
         faults.dtype(name, tensor, "x", x)
-    for name, index in given.items():
-        if index.dtype not in INDEX_DTYPES:
-            message = f"must be int32 or int64, got {index.dtype}"
-            faults.add(
-                InsumDtypeError, name, message, fix=f"pass {name}.long().", expected_got=(INDEX_DTYPES, index.dtype)
-            )
+    check_ends(faults, given, "x", x)
     faults.raise_all()
+
+
+def check_shapes(
+    faults: Faults, expected: Expected, rows: Any, what: str, kind: type[InsumError] = InsumShapeError
+) -> None:
+    """Add an error of a kind for each tensor of another shape than is expected of so many samples or edges."""
+    for name, (tensor, shape) in expected.items():
+        got = tuple(tensor.shape)
+        if len(got) != len(shape) or any(e is not None and e != g for e, g in zip(shape, got, strict=True)):
+            names = ["n" if e is None else str(e) for e in shape]
+            shown = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+            details, fix = [f"expected {shown}; got {got}"], f"pass {name} of shape {shown}, for {rows} {what}."
+            faults.add(kind, name, f"has shape {got}", details=details, fix=fix, expected_got=(shape, got))
+
+
+def check_ends(faults: Faults, ends: Mapping[str, Tensor], first: str, anchor: Tensor) -> None:
+    """Add an error for each index tensor that is on another device than the first operand, or holds no integers."""
+    for name, index in ends.items():
+        faults.device(name, index, first, anchor)
+        if index.dtype not in INDEX_DTYPES:
+            message, fix = f"must be int32 or int64, got {index.dtype}", f"pass {name}.long()."
+            faults.add(InsumDtypeError, name, message, fix=fix, expected_got=(INDEX_DTYPES, index.dtype))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,21 +13,15 @@ from insum_nn.compiler.api import (
     Program,
     fits_between,
     graph_constant,
+    is_traced,
     joined_programs,
     paths_are_products,
     records_graph,
 )
-from insum_nn.ops.tensor_product_spec import NUMBER, ProductLayout, others
-from insum_nn.ops.tensor_product_statement import FirstStep, Statement, statements_of
+from insum_nn.ops.tensor_product_spec import ProductLayout, others
+from insum_nn.ops.tensor_product_statement import FirstStep, Operands, Statement, statements_of
 
-__all__ = ["Edges", "Packed", "Role", "Roles", "expressions_of", "given_of", "role_of", "roles_of"]
-
-# Receivers and senders; `None` where there are no edges.
-Edges = tuple[Tensor | None, Tensor | None]
-# Packed operands, by the tensor and its columns.
-Packed = dict[tuple[int, int], Tensor]
-# Returns a tensor that a statement reads, from operands, edges, packed operands and the first step's result.
-_Read = Callable[[Sequence[Tensor], Edges, Packed, Tensor | None], Tensor]
+__all__ = ["Role", "Roles", "expressions_of", "role_of", "roles_of"]
 
 
 class Role:
@@ -36,7 +29,6 @@ class Role:
 
     Attributes:
         role: a letter of `ROLES`.
-        operands: what it reads, by role; "gx" is a gradient of `x`, in its place.
         statements: its statements.
         first_width: numbers per row of the first steps' results.
         count: tensors that its statements write.
@@ -47,11 +39,10 @@ class Role:
     ) -> None:
         self.layout = layout
         self.role = role
-        self.operands = tuple(others(role))
         self.statements = statements_of(layout, role, staged=staged)
         self.first_width = sum(s.first.width for s in self.statements if s.first is not None)
         self._device, self._dtype = device, dtype
-        self._steps = [_Step(source, role, device, dtype) for s in self.statements for source in s.in_order]
+        self._steps = [_Step(source, device, dtype) for s in self.statements for source in s.in_order]
         # One statement for each tensor that is written.
         self._written: dict[Hashable, Statement] = {}
         for statement in self.statements:
@@ -59,77 +50,52 @@ class Role:
         self.count = len(self._written)
         packed = [mul for mul in self._written if isinstance(mul, int)]
         self._order = layout.unpacking(role, packed, device) if packed else None
+        self._widths = [statement.width for statement in self._written.values()]
+        self._pieces = _pieces(layout, [*self._written.values()]) if role == "w" else []
 
     def of_gradient(self, operand: str) -> Role:
-        """Return the same with the gradient of an operand in its place, for `Roles`."""
+        """Return the same with the gradient of an operand, "gx" of `x`, in its place, for `Roles`."""
         other = copy(self)
-        other.operands = tuple([f"g{x}" if x == operand else x for x in self.operands])
         other.statements = [statement.of_gradient(operand) for statement in self.statements]
-        other._steps = [_Step(s, self.role, self._device, self._dtype) for s in other.statements]
+        other._steps = [_Step(statement, self._device, self._dtype) for statement in other.statements]
         return other
 
     @property
-    def programs(self) -> list[tuple[Program, Hashable]]:
-        """The program of each statement, and what it adds to."""
-        return [(statement.program, (self.role, statement.written)) for statement in self.statements]
+    def programs(self) -> list[tuple[str, Program, Hashable]]:
+        """The program of each statement: the role, the program, and what it adds to."""
+        return [(self.role, statement.program, (self.role, statement.written)) for statement in self.statements]
 
-    def __call__(self, given: Sequence[Tensor], edges: Edges, size: int, key: Hashable | None = None) -> Tensor:
+    def __call__(self, operands: Operands, size: int, key: Hashable | None = None) -> Tensor:
         """Return the role's tensor.
 
         Args:
-            given: the operands, in the order of `others(role)`.
-            edges: receivers and senders.
+            operands: of the call, those of `others(role)` among them.
             size: rows of the result.
             key: where nothing is to be recorded and no mode is active: what decides the shapes of all of these.
         """
-        if (fitting := self.at_size(size)) is not self:
-            return fitting(given, edges, size, key)
-        packed: Packed = {}
+        if self.first_width and not fits_between(size * self.first_width):
+            # The result of a first step would be too large.
+            whole = role_of(self.layout, self.role, self._device, self._dtype, staged=False)
+            return whole(operands, size, key)
         results: dict[Hashable, Tensor] = {}
-        made: Tensor | None = None
-        traced = key is None and records_graph(given)
+        given = list(map(operands.__getitem__, others(self.role)))
+        traced = key is None and (records_graph(given) or is_traced(*given))
         for step in self._steps:
             written = step.source.written
-            result = step(given, edges, size, key, packed, made, results.get(written), traced=traced)
+            result = step(operands, size, key, results.get(written), traced=traced)
             if written == FirstStep.written:
-                made = result
+                operands[FirstStep.written] = result
             else:
                 results[written] = result
+                operands.pop(FirstStep.written, None)
         return self.finish(list(results.values()), size, traced=traced)
 
-    def at_size(self, size: int) -> Role:
-        """Return what runs for a number of rows: in one step where the result of the first one would be too large."""
-        if not self.first_width or fits_between(size * self.first_width):
-            return self
-        return role_of(self.layout, self.role, self._device, self._dtype, staged=False)
-
-    @property
-    def programs_in_order(self) -> list[Program]:
-        """The program of each step of a call."""
-        return [step.source.program for step in self._steps]
-
-    def arguments_of(
-        self, number: int, given: Sequence[Tensor], edges: Edges, size: int
-    ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-        """Return the tensors of one step of a call by name, and the shape of its result, to explain it.
-
-        Zeros stand for what earlier steps make.
-        """
-        source, before = self._steps[number].source, [step.source for step in self._steps[:number]]
-        made = {s.written: given[0].new_zeros(s.out_shape(size)) for s in before}
-        named = dict(self._steps[number].named(given, edges, {}, made=made.get(FirstStep.written)))
-        if source.written in made and source.written != FirstStep.written:
-            named[source.program.statement.output.name] = made[source.written].reshape(source.out_shape(size))
-        return named, source.out_shape(size)
-
-    def arguments(
-        self, given: Sequence[Tensor], edges: Edges, packed: Packed, *, reads_all: bool = True
-    ) -> list[Mapping[str, Tensor]]:
-        """Return the tensors of each statement by name, where none has a first step; operands are packed once.
+    def arguments(self, operands: Operands, *, reads_all: bool) -> list[Mapping[str, Tensor]]:
+        """Return the tensors of each statement by name, where none has a first step.
 
         Without `reads_all` a tensor is made when it is read.
         """
-        return [step.named(given, edges, packed, reads_all) for step in self._steps]
+        return [step.named(operands) if reads_all else _Named(step, operands) for step in self._steps]
 
     def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
         """Return the role's tensor, from those that the statements wrote, in the order of `programs`."""
@@ -147,22 +113,22 @@ class Role:
                 whole = whole.index_select(1, graph_constant(order) if traced else order)
             total = whole if total is None else total + whole
         if total is None:
-            return torch.zeros(size, self.layout.dims[self.role], dtype=self._dtype, device=self._device)
+            return torch.zeros(size, *self.layout.shape(self.role), dtype=self._dtype, device=self._device)
         return total
 
     def _weights(self, results: Sequence[Tensor], size: int) -> Tensor:
         """Return the gradient of the weights, put together path by path."""
         spec = self.layout.spec
         batch = () if spec.shared else (size,)
-        flats = [r.reshape(*batch, s.width) for r, s in zip(results, self._written.values(), strict=True)]
-        pieces = self.layout.keep(("pieces",), lambda: _pieces(self.layout, list(self._written.values())))
-        if not flats:
+        if not results:
             return torch.zeros(*batch, spec.weight_numel, dtype=self._dtype, device=self._device)
-        if len(pieces) == 1 and pieces[0][0] >= 0 and pieces[0][2] == flats[pieces[0][0]].shape[-1]:
-            return flats[pieces[0][0]]
+        flats = [each.reshape(*batch, width) for each, width in zip(results, self._widths, strict=True)]
+        if not self._pieces:
+            return flats[0]
         zeros = flats[0].new_zeros(())
         columns = [
-            zeros.expand(*batch, count) if at < 0 else flats[at].narrow(-1, first, count) for at, first, count in pieces
+            zeros.expand(*batch, count) if at < 0 else flats[at].narrow(-1, first, count)
+            for at, first, count in self._pieces
         ]
         return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, -1)
 
@@ -170,7 +136,7 @@ class Role:
 def _pieces(layout: ProductLayout, statements: Sequence[Statement]) -> list[tuple[int, int, int]]:
     """Return the gradient of the weights as pieces of the statements' results: (statement, first column, columns).
 
-    Statement -1: zeros.
+    Statement -1: zeros. No pieces: it is the first statement's result.
     """
     place: dict[int, tuple[int, int]] = {}
     for number, statement in enumerate(statements):
@@ -187,69 +153,38 @@ def _pieces(layout: ProductLayout, statements: Sequence[Statement]) -> list[tupl
             pieces.append((source, before, count + path.numel))
         else:
             pieces.append((source, first, path.numel))
-    return pieces
+    return [] if statements and pieces == [(0, 0, statements[0].width)] else pieces
 
 
 class _Step:
-    """A statement with its tables, and a function for each of the tensors that it reads."""
+    """A statement on a device: its tables, and what makes each of the other tensors that it reads."""
 
-    def __init__(self, source: Any, role: str, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, source: FirstStep | Statement, device: torch.device, dtype: torch.dtype) -> None:
         self.source = source
         self.tables = source.tables_on(device, dtype)
         self.bound = source.program.bind(self.tables)
-        order = others(role)
-        reads: dict[str, _Read] = {
-            "G": lambda given, edges, packed, made: made,  # type: ignore[dict-item, return-value]
-            "Dst": lambda given, edges, packed, made: edges[0],  # type: ignore[dict-item, return-value]
-            "Src": lambda given, edges, packed, made: edges[1],  # type: ignore[dict-item, return-value]
-        }
-        for name, operand in source.reads.items():
-            reads[name] = _reading(source, operand, order.index(operand), device)
-        if source.weight is not None:
-            weight, place = source.weight, order.index("w")
-            reads[source.weight_name] = lambda given, edges, packed, made: weight.operand(given[place])
-        self.reads = {name: reads[name] for name in self.bound.names}
-        self._reads = list(self.reads.values())
+        self.reads = {name: source.reading(name, device) for name in self.bound.names}
 
-    def named(
-        self,
-        given: Sequence[Tensor],
-        edges: Edges,
-        packed: Packed,
-        reads_all: bool = True,
-        made: Tensor | None = None,
-    ) -> Mapping[str, Tensor]:
+    def named(self, operands: Operands) -> dict[str, Tensor]:
         """Tables and operands by name."""
-        if not reads_all:
-            return _Named(self, given, edges, packed)
         named = dict(self.tables)
         for name, read in self.reads.items():
-            named[name] = read(given, edges, packed, made)
+            named[name] = read(operands)
         return named
 
     def __call__(
-        self,
-        given: Sequence[Tensor],
-        edges: Edges,
-        size: int,
-        key: Hashable | None,
-        packed: Packed,
-        made: Tensor | None = None,
-        initial: Tensor | None = None,
-        *,
-        traced: bool,
+        self, operands: Operands, size: int, key: Hashable | None, initial: Tensor | None, *, traced: bool
     ) -> Tensor:
         """Run it."""
         shape = self.source.out_shape(size)
         # Packed entries of one multiplicity have one or two axes of copies.
         initial = None if initial is None else initial.reshape(shape)
-        found = [read(given, edges, packed, made) for read in self._reads]
-        if key is not None and edges[1] is None:
+        if key is not None and "Src" not in operands:
+            found = [read(operands) for read in self.reads.values()]
             return self.bound(*found, out_shape=shape, initial=initial, key=key)
-        tables = self.tables
+        named = self.named(operands)
         if traced:
-            tables = {name: graph_constant(table) for name, table in tables.items()}
-        named = {**tables, **dict(zip(self.bound.names, found, strict=True))}
+            named |= {name: graph_constant(table) for name, table in self.tables.items()}
         if initial is not None:
             named[self.source.program.statement.output.name] = initial
         return self.source.program(tensors=named, out_shape=shape)
@@ -258,45 +193,20 @@ class _Step:
 class _Named(Mapping[str, Tensor]):
     """What a statement reads, by name: what is computed together reads each tensor once, of whichever statement."""
 
-    __slots__ = ("edges", "given", "packed", "step")
+    __slots__ = ("operands", "step")
 
-    def __init__(self, step: _Step, given: Sequence[Tensor], edges: Edges, packed: Packed) -> None:
-        self.step, self.given, self.edges, self.packed = step, given, edges, packed
+    def __init__(self, step: _Step, operands: Operands) -> None:
+        self.step, self.operands = step, operands
 
     def __getitem__(self, name: str) -> Tensor:
         read = self.step.reads.get(name)
-        return self.step.tables[name] if read is None else read(self.given, self.edges, self.packed, None)
+        return self.step.tables[name] if read is None else read(self.operands)
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.step.tables, *self.step.reads))
 
     def __len__(self) -> int:
         return len(self.step.tables) + len(self.step.reads)
-
-
-def _reading(source: Statement | FirstStep, operand: str, at: int, device: torch.device) -> _Read:
-    """Return what makes the tensor that a statement reads of an operand."""
-    if not source.packed:
-        return lambda given, edges, packed, made: given[at]
-    mul = source.group.muls[NUMBER[operand]]
-    start, order = source.layout.packing(operand, mul, device)
-    count = order.numel()
-    shape = (count // mul, *source.group.shape(operand))
-
-    def read(given: Sequence[Tensor], edges: Edges, packed: Packed, made: Tensor | None) -> Tensor:
-        tensor = given[at]
-        if start is not None:
-            # Single copies are packed already.
-            flat = tensor if count == tensor.shape[1] else tensor.narrow(1, start, count)
-            return flat.reshape(tensor.shape[0], *shape)
-        place = (id(tensor), id(order))
-        flat = packed.get(place)
-        if flat is None:
-            flat = tensor.index_select(1, graph_constant(order) if records_graph(given) else order)
-            packed[place] = flat
-        return flat.reshape(tensor.shape[0], *shape)
-
-    return read
 
 
 def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True) -> Role:
@@ -307,7 +217,7 @@ def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch
 
 
 def _is_staged(role: str, device: torch.device) -> bool:
-    return role != "w" and not paths_are_products(device)
+    return role not in "wb" and not paths_are_products(device)
 
 
 def expressions_of(layout: ProductLayout, role: str, device: torch.device, *, staged: bool = True) -> tuple[str, ...]:
@@ -345,37 +255,31 @@ class Roles:
         dtype: torch.dtype,
         grads: Sequence[str] = (),
     ) -> None:
-        pairs = [(role, left) for left in grads for role in requested if role != left]
         self.sources = {role: role_of(layout, role, device, dtype) for role in requested}
-        self._parts = [*self.sources.values()]
-        sums = bool(grads)
-        steps = any(part.first_width or (sums and len(part.statements) != 1) for part in self._parts)
-        # Of sums there are several programs, which are made only where one kernel takes them.
-        each = self._programs() * (1 + sums)
-        self.joint = [] if steps else joined_programs(each, device, dtype, sums=sums)
-        if sums and self.joint:
-            self._parts = [self.sources[role].of_gradient(operand) for role, operand in pairs]
-            self.joint = joined_programs(self._programs(), device, dtype, sums=True)
+        parts = [*self.sources.values()]
+        alone = any(part.first_width for part in parts)
+        if grads:
+            # Sums of several programs are made together by one kernel alone, which takes one statement of each role.
+            alone = alone or paths_are_products(device) or any(len(part.statements) != 1 for part in parts)
+            pairs = [] if alone else [(role, left) for left in grads for role in requested if role != left]
+            parts = [self.sources[role].of_gradient(left) for role, left in pairs]
+        each = [program for part in parts for program in part.programs]
+        self.joint = [] if alone else joined_programs(each, device, dtype, sums=bool(grads))
+        self._parts = [[part for part in parts if part.role in joint.results] for joint in self.joint]
 
-    def _programs(self) -> list[tuple[str, Program, Hashable]]:
-        return [(part.role, *each) for part in self._parts for each in part.programs]
-
-    def __call__(
-        self, operands: Mapping[str, Tensor], edges: Edges, rows: Mapping[str, int], key: Hashable
-    ) -> dict[str, Tensor]:
+    def __call__(self, operands: Operands, rows: Mapping[str, int], key: Hashable) -> dict[str, Tensor]:
         """Return the tensors of all roles.
 
         Args:
-            operands: by role.
-            edges: receivers and senders.
+            operands: of the call.
             rows: of each role.
             key: what decides the shapes, dtypes and devices of all these: they are plain, and no mode is active.
         """
 
         def alone(role: str) -> Tensor:
-            return self.sources[role](given_of(operands, role), edges, rows[role], key)
+            return self.sources[role](operands, rows[role], key)
 
-        found = self.jointly(operands, edges, rows, key, lambda roles: [alone(role) for role in roles])
+        found = self.jointly(operands, rows, key, lambda roles: [alone(role) for role in roles])
         for role in self.sources:
             if role not in found:
                 found[role] = alone(role)
@@ -383,8 +287,7 @@ class Roles:
 
     def jointly(
         self,
-        operands: Mapping[str, Tensor],
-        edges: Edges,
+        operands: Operands,
         rows: Mapping[str, int],
         key: Hashable,
         separately: Callable[[Sequence[str]], list[Tensor]],
@@ -392,29 +295,25 @@ class Roles:
         """Return the tensors of those that are computed together.
 
         Args:
-            operands: by role; "gx" is a gradient of `x`, which stands in its place.
-            edges: receivers and senders.
+            operands: of the call; "gx" is a gradient of `x`, which stands in its place.
             rows: of each role.
             key: as in a call.
             separately: computes some roles one by one: what one kernel is measured against.
         """
         found: dict[str, Tensor] = {}
-        packed: Packed = {}
-        for joint in self.joint:
-            parts = [part for part in self._parts if part.role in joint.results]
+        for joint, parts in zip(self.joint, self._parts, strict=True):
             named: list[Mapping[str, Tensor]] = []
             for part in parts:
-                own = tuple(map(operands.__getitem__, part.operands))
-                named += part.arguments(own, edges, packed, reads_all=joint.programs.reads_all)
+                named += part.arguments(operands, reads_all=joint.programs.reads_all)
             shapes = partial(_shapes, parts, rows)
             made = joint.programs.together(named, shapes, key, partial(separately, joint.results))
             if made is None:
                 continue
             at = 0
             for role in joint.results:
-                count = self.sources[role].count
-                found[role] = self.sources[role].finish(made[at : at + count], rows[role])
-                at += count
+                source = self.sources[role]
+                found[role] = source.finish(made[at : at + source.count], rows[role])
+                at += source.count
         return found
 
 
@@ -432,9 +331,3 @@ def roles_of(
     """Return what runs some roles; remembered."""
     key = ("roles", tuple(requested), grads, device, dtype, torch._C._get_deterministic_algorithms())
     return layout.keep(key, lambda: Roles(layout, requested, device, dtype, grads))
-
-
-def given_of(operands: Mapping[str, Tensor], role: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operands of a role, in the order of `others(role)`."""
-    first, second, third = others(role)
-    return operands[first], operands[second], operands[third]

@@ -2,7 +2,8 @@
 
 A tensor product is linear in four tensors: in1 `X`, in2 `Y`, the weight `W`, and (for its derivatives) the output's
 gradient. Each can be computed from the other three, its *role*; a derivative of one role is another role. Every role
-is a list of statements, one for each group of paths of one mode and equal multiplicities.
+is a list of statements, one for each group of paths of one mode and equal multiplicities. So is the matrix `B` that
+maps `X` to the output, which is computed from `Y` and `W`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["LAYOUTS", "NUMBER", "ROLES", "Group", "ProductLayout", "TensorProduc
 T = TypeVar("T")
 
 ROLES = "xywz"
-_OTHERS = {role: ROLES.replace(role, "") for role in ROLES}
+_OTHERS = {role: ROLES.replace(role, "") for role in ROLES} | {"b": "yw"}
 # The operand's number in a path.
 NUMBER = {"x": 0, "y": 1, "z": 2}
 # The outer axis of an entry: its copies, as in e3nn, or its components.
@@ -38,8 +39,8 @@ LAYOUTS = ("mul_ir", "ir_mul")
 def others(role: str) -> str:
     """Return the roles that a role is computed from.
 
-    >>> others("w")
-    'xyz'
+    >>> others("w"), others("b")
+    ('xyz', 'yw')
     """
     return _OTHERS[role]
 
@@ -163,6 +164,10 @@ class ProductLayout:
                 found = self._kept[key] = build()
         return found
 
+    def shape(self, role: str) -> tuple[int, ...]:
+        """Return the shape of a sample's `x`, `y`, `z` or `b`."""
+        return tuple(self.dims[each] for each in ("xz" if role == "b" else role))
+
     @cached_property
     def live(self) -> tuple[int, ...]:
         """Paths that contribute anything."""
@@ -208,13 +213,10 @@ class ProductLayout:
         component, copy = self.steps(role, number)
         return self.starts[role][number] + np.add.outer(component * np.arange(entry.size), copy * np.arange(entry.mul))
 
-    def packed_entries(self, role: str, mul: int) -> tuple[int, ...]:
-        """Return entries in use of one multiplicity."""
-        return tuple(n for n in self.components[role] if self.entries[role][n].mul == mul)
-
-    def packed_size(self, role: str, mul: int) -> int:
-        """Return components of all entries in use of one multiplicity."""
-        return sum(self.entries[role][n].size for n in self.packed_entries(role, mul))
+    def packed_columns(self, role: str, mul: int) -> NDArray[np.int64]:
+        """Return the columns of all entries in use of one multiplicity, entry by entry, copies innermost."""
+        used = [n for n in self.components[role] if self.entries[role][n].mul == mul]
+        return np.concatenate([self.columns(role, n).reshape(-1) for n in used])
 
     def packing(self, role: str, mul: int, device: torch.device) -> tuple[int | None, Tensor]:
         """Return how entries of one multiplicity are packed: next to each other, copies innermost.
@@ -224,7 +226,7 @@ class ProductLayout:
         """
 
         def build() -> tuple[int | None, Tensor]:
-            order = self._packed_columns(role, mul)
+            order = self.packed_columns(role, mul)
             start = int(order[0]) if np.array_equal(order, order[0] + np.arange(order.size)) else None
             return start, torch.from_numpy(order).to(device)
 
@@ -236,14 +238,11 @@ class ProductLayout:
         Returns:
             A selection of columns (`None`: all, in order), and whether it reads a column of zeros after the last.
         """
-        packed = np.concatenate([self._packed_columns(role, mul) for mul in muls])
+        packed = np.concatenate([self.packed_columns(role, mul) for mul in muls])
         order = np.full(self.dims[role], packed.size)
         order[packed] = np.arange(packed.size)
         zero = packed.size < order.size
         return None if np.array_equal(order, np.arange(packed.size)) else torch.from_numpy(order).to(device), zero
-
-    def _packed_columns(self, role: str, mul: int) -> NDArray[np.int64]:
-        return np.concatenate([self.columns(role, n).reshape(-1) for n in self.packed_entries(role, mul)])
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:

@@ -2,31 +2,54 @@
 
     Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v,w]
     Z[Dst[e],K[p,u]] += CG[p] * X[Src[e],I[p],u] * Y[e,J[p],v] * W[e,L[p],u,v]
+    B[z,I[p,u],K[p,w]] += CG[p] * Y[z,J[p,v]] * W[L[p],u,v,w]
 
 `p` counts coefficients. The first line reads and writes representations in place: the cells of one component are a
 start and a step, so a table that lists them is affine in the copy. Along edges, the second line, rows are read many
-times, so what is read is packed: the entries of one multiplicity next to each other, copies innermost.
+times, so what is read is packed: the entries of one multiplicity next to each other, copies innermost. The third line
+is the matrix that maps `X` to `Z`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from insum_nn.compiler.api import LONG_SUM, MOST_CELLS, MOST_TERMS, Program, compile_built, pays_between
+from insum_nn.compiler.api import (
+    LONG_SUM,
+    MOST_CELLS,
+    MOST_TERMS,
+    Program,
+    compile_built,
+    graph_constant,
+    pays_between,
+    records_graph,
+)
+from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.constants import plain_tensors
 
-__all__ = ["LONG_SUM", "FirstStep", "Statement", "Terms", "WeightAccess", "in_steps", "statements_of"]
+__all__ = [
+    "LONG_SUM",
+    "FirstStep",
+    "Operands",
+    "Statement",
+    "Terms",
+    "UnsupportedModeError",
+    "WeightAccess",
+    "in_steps",
+    "statements_of",
+]
 
 # The table of an operand's cells or components.
 _TABLE = {"x": "I", "y": "J", "z": "K"}
@@ -37,6 +60,13 @@ _STATIC = IndexFacts(masked=False, proven=True)
 _ENDS = {"Dst": IndexFacts(masked=False), "Src": IndexFacts(masked=False)}
 
 Integers = NDArray[np.int64]
+# What a call reads: operands by role ("gx" is a gradient of `x`, in its place), the edges' ends "Dst" and "Src", the
+# first step's result "G", and what has been packed, by operand and multiplicity.
+Operands = dict[Hashable, Tensor]
+
+
+class UnsupportedModeError(InsumError, NotImplementedError):
+    """A connection mode has no `right`; also a `NotImplementedError`, which e3nn raises here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +107,7 @@ class Terms:
                 )
             )
         whole = Terms(*(np.concatenate([getattr(t, name) for t in parts], -1) for name in Terms.__slots__))
-        return whole.select(np.lexsort((whole.path, whole.path if role == "w" else whole.cell[NUMBER[role]])))
+        return whole.select(np.lexsort((whole.path, whole.path if role == "w" else whole.cell[NUMBER.get(role, 2)])))
 
     def select(self, which: Integers | slice) -> Terms:
         """Return a part of them."""
@@ -92,40 +122,37 @@ class Terms:
 class WeightAccess:
     """How a statement addresses the weights of its paths.
 
-    `stack`: a view of the paths' weights, which lie one after the other. `blocks`: a view of the weights, cut into
-    blocks of one path's size. `flat`: the weights unchanged, in which each path has an offset.
+    They are cut into blocks of one path's size, which `L[p]` counts from the first path's on; where a path's weights do
+    not begin with a block, `L[p]` is their offset in the unchanged weights.
     """
 
     def __init__(self, layout: ProductLayout, group: Group) -> None:
         self.shape = group.shape("w")
         self.letters = group.letters("w")
         self.starts = [layout.weight_starts[n] for n in group.paths]
-        self.size = math.prod(self.shape)
-        self.low = min(self.starts)
-        self.count = (max(self.starts) + self.size - self.low) // self.size
-        in_order = [self.low + n * self.size for n in range(len(self.starts))] == self.starts
-        aligned = all((start - self.low) % self.size == 0 for start in self.starts)
-        self.kind = "stack" if in_order else "blocks" if aligned else "flat"
         self.single = len(self.starts) == 1
-        self.view = self.shape if self.single else (self.count, *self.shape)
+        self.low, size = min(self.starts), math.prod(self.shape)
+        self.size = size
+        self.in_blocks = all((start - self.low) % size == 0 for start in self.starts)
+        self.count = (max(self.starts) - self.low) // size + 1
 
     @property
     def places(self) -> Tensor:
-        """What the statement's `L` holds for each path: its place in the stack, its block, or its offset."""
+        """What the statement's `L` holds for each path: its block, or its offset."""
         starts = torch.tensor(self.starts, device="cpu")
-        return starts if self.kind == "flat" else (starts - self.low) // self.size
+        return (starts - self.low) // self.size if self.in_blocks else starts
 
     def operand(self, weight: Tensor) -> Tensor:
         """Return the tensor `W` that the statement reads; `weight` is (numel,) or (z, numel)."""
-        if self.kind == "flat":
+        if not self.in_blocks:
             return weight
         length = self.count * self.size
         view = weight if length == weight.shape[-1] else weight.narrow(-1, self.low, length)
-        return view.reshape((*weight.shape[:-1], *self.view))
+        return view.reshape((*weight.shape[:-1], *(() if self.single else (self.count,)), *self.shape))
 
     def subscripts(self) -> list[str]:
         """Return the subscripts of `W`, whose path's place is `L[p]`."""
-        if self.kind != "flat":
+        if self.in_blocks:
             return [*([] if self.single else ["L[p]"]), *self.letters]
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         terms = ["L[p]", *(f"{s}*{x}" if s != 1 else x for s, x in zip(strides, self.letters, strict=True))]
@@ -138,16 +165,19 @@ class _Tables:
     Attributes:
         layout: where the spec's numbers lie.
         group: the paths that it computes.
+        packed: it reads packed operands.
         tables: its static tables, by name.
         weight: how it reads the weights; `None`: it does not.
-        weight_name: their name.
-        reads: the operand that each of its tensors is made of, by the tensor's name; without the weights.
+        reads: what each of its tensors is made of: an operand, an end of the edges, or the first step's result `G`.
         expression: the statement.
         program: compiled.
     """
 
     expression: str
     program: Program
+    # A row of the result, and whether it has a row for each sample, edge or node.
+    _row: tuple[int, ...]
+    _batched = True
 
     def __init__(self, layout: ProductLayout, group: Group, *, packed: bool) -> None:
         self.layout = layout
@@ -155,22 +185,26 @@ class _Tables:
         self.packed = packed
         self.tables: dict[str, Tensor] = {}
         self.weight: WeightAccess | None = None
-        self.weight_name = "W"
-        self.reads: dict[str, str] = {}
+        self.reads = {name: name for name in ("Dst", "Src", "G")}
         self._on: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
     def _access(self, name: str, operand: str, terms: Terms, *, packed: bool) -> str:
         """Return the access to an operand's cells, whose table it makes."""
+        if not packed:
+            return _join(name, [*self._rows(operand), self._cells(operand, terms)])
+        letters, table = self.group.letters(operand), _TABLE[operand]
+        self.tables[table] = torch.from_numpy(terms.component[NUMBER[operand]].copy())
+        if self.group.mode.pairs and operand in "xy":
+            letters = ["U[n]" if operand == "x" else "V[n]"]
+        return _join(name, [*self._rows(operand), f"{table}[p]", *letters])
+
+    def _cells(self, operand: str, terms: Terms) -> str:
+        """Return the subscript of a representation's cells, whose table it makes."""
         letters, at, table = self.group.letters(operand), NUMBER[operand], _TABLE[operand]
-        if packed:
-            self.tables[table] = torch.from_numpy(terms.component[at].copy())
-            if self.group.mode.pairs and operand in "xy":
-                letters = ["U[n]" if operand == "x" else "V[n]"]
-            return _join(name, [*self._rows(operand), f"{table}[p]", *letters])
         extents = [self.group.extents[x] for x in letters]
         cells = terms.cell[at][:, None] + terms.step[at][:, None] * np.arange(math.prod(extents))
         self.tables[table] = torch.from_numpy(cells.reshape((-1, *extents)))
-        return _join(name, [*self._rows(operand), f"{table}[{','.join(['p', *letters])}]"])
+        return _join(table, ["p", *letters])
 
     def _read(self, operand: str, terms: Terms) -> str:
         name = f"{'d' if operand == 'z' else ''}{operand.upper()}"
@@ -180,6 +214,7 @@ class _Tables:
     def _weights(self, path: Integers) -> str:
         """Return the access to the weights of the path of each term."""
         self.weight = weight = WeightAccess(self.layout, self.group)
+        self.reads["W"] = "w"
         if not weight.single:
             self.tables["L"] = weight.places[torch.from_numpy(path)].contiguous()
         return _join("W", [*self._rows("w"), *weight.subscripts()])
@@ -191,6 +226,33 @@ class _Tables:
         if not self.layout.spec.convolution:
             return ["z"]
         return [{"x": "Src[e]", "z": "Dst[e]"}.get(operand, "e")]
+
+    def reading(self, name: str, device: torch.device) -> Callable[[Operands], Tensor]:
+        """Return what makes one of its tensors of a call's operands."""
+        operand = self.reads[name]
+        role, weight = operand[-1], self.weight
+        if role == "w" and weight is not None:
+            return lambda operands: weight.operand(operands[operand])
+        if role not in NUMBER or not self.packed:
+            return itemgetter(operand)
+        mul = self.group.muls[NUMBER[role]]
+        start, order = self.layout.packing(role, mul, device)
+        count = order.numel()
+        shape = (count // mul, *self.group.shape(role))
+
+        def read(operands: Operands) -> Tensor:
+            tensor = operands[operand]
+            if start is not None:
+                # Single copies are packed already.
+                flat = tensor if count == tensor.shape[1] else tensor.narrow(1, start, count)
+            else:
+                flat = operands.get((operand, mul))
+                if flat is None:
+                    flat = tensor.index_select(1, graph_constant(order) if records_graph((tensor,)) else order)
+                    operands[operand, mul] = flat
+            return flat.reshape(tensor.shape[0], *shape)
+
+        return read
 
     def _compile(self, expression: str, sizes: dict[str, int]) -> None:
         self.expression, self._sizes = expression, sizes
@@ -208,6 +270,19 @@ class _Tables:
             static={name: table for name, table in self.tables.items() if name not in ("U", "V")},
             options=self.layout.spec.options,
         )
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of the result."""
+        return math.prod(self._row)
+
+    def out_shape(self, size: int) -> tuple[int, ...]:
+        """Return the result's shape for a number of rows.
+
+        It is (rows, dimension), packed (rows, components, copies...), of weights (rows, paths, copies...), and of a
+        first step (rows, pairs, copies...). Shared weights have no rows.
+        """
+        return (size, *self._row) if self._batched else self._row
 
     def tables_on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the static tables on a device; kept."""
@@ -254,22 +329,11 @@ class FirstStep(_Tables):
         self._row = (first.size, *(group.extents[x] for x in self.letters))
         self._compile(f"{_join('G', [*self._rows('y'), 'p', *self.letters])} += {' * '.join(read)}", {})
 
-    @property
-    def width(self) -> int:
-        """Numbers per row of the result."""
-        return math.prod(self._row)
-
-    def out_shape(self, size: int) -> tuple[int, ...]:
-        """Return (rows, pairs, copies...)."""
-        return (size, *self._row)
-
 
 class Statement(_Tables):
     """A role's statement.
 
     Attributes:
-        role: what it computes.
-        packed: it reads packed operands.
         written: which tensor it adds to: one for all that write the representation itself, for packed results one for
             each multiplicity, for weights one for each group.
         first: the statement of `G`, which it reads in place of the weights and the operand that that one reads.
@@ -287,8 +351,6 @@ class Statement(_Tables):
         first: FirstStep | None = None,
     ) -> None:
         super().__init__(layout, group, packed=packed)
-        self.role = role
-        self.lies = lies
         self.first = first
         self.tables["CG"] = torch.from_numpy(terms.value)
         factors = ["CG[p]"]
@@ -308,11 +370,17 @@ class Statement(_Tables):
             result = _join(name, [*self._rows("w"), *(["R[p]"] if several else []), *group.letters("w")])
             self._row = (*((len(group.paths),) if several else ()), *group.shape("w"))
             self.written: Hashable = group.paths
+        elif role == "b":
+            result = _join("B", [*self._rows("y"), *(self._cells(operand, terms) for operand in "xz")])
+            self._row, self.written = layout.shape(role), None
         else:
             result = self._access(name, role, terms, packed=not lies)
             mul = group.muls[NUMBER[role]]
-            self._row = (layout.dims[role],) if lies else (layout.packed_size(role, mul), *group.shape(role))
-            self.written = None if lies else mul
+            if lies:
+                self._row, self.written = layout.shape(role), None
+            else:
+                self._row = (layout.packed_columns(role, mul).size // mul, *group.shape(role))
+                self.written = mul
         self._batched = role != "w" or not layout.spec.shared
         # A packed result repeats along multiplicities that no factor has.
         read = set("".join(group.letters(x) for x in others(role) if x != "w" or group.weighted))
@@ -322,9 +390,8 @@ class Statement(_Tables):
     def of_gradient(self, operand: str) -> Statement:
         """Return the same with the gradient of an operand in its place, under a name of its own."""
         other = copy(self)
-        name = "W" if operand == "w" else next(name for name, read in self.reads.items() if read == operand)
-        other.reads = {f"g{n}" if n == name else n: read for n, read in self.reads.items()}
-        other.weight_name = "gW" if operand == "w" else "W"
+        name = next(name for name, read in self.reads.items() if read == operand)
+        other.reads = {**self.reads, f"g{name}": f"g{operand}"}
         other._compile(self.expression.replace(f" * {name}[", f" * g{name}["), self._sizes)
         return other
 
@@ -333,29 +400,23 @@ class Statement(_Tables):
         """The first step, where there is one, and this statement."""
         return (self,) if self.first is None else (self.first, self)
 
-    @property
-    def width(self) -> int:
-        """Columns of the result; for the weights, of one sample."""
-        return math.prod(self._row)
-
-    def out_shape(self, size: int) -> tuple[int, ...]:
-        """Return (rows, dimension), packed (rows, components, copies...), or of weights (rows, paths, copies...)."""
-        return (size, *self._row) if self._batched else self._row
-
 
 def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> list[Statement]:
     """Return what computes a role; each statement adds to what those before it made of the same tensor.
 
     Args:
         layout: of the tensor product.
-        role: a letter of `ROLES`.
+        role: a letter of `ROLES`, or "b": the matrix that maps the first input to the output.
         staged: make the role in two steps where its first is a long matrix product.
+
+    Raises:
+        UnsupportedModeError: the matrix is requested, and a path is of a mode with pairs.
     """
     groups = [group for group in layout.groups if role != "w" or group.weighted]
     found: list[Statement] = []
     for group in groups:
         terms = Terms.of(layout, group, role)
-        packed = _is_packed(layout, group, terms)
+        most, packed = MOST_TERMS, role != "b" and _is_packed(layout, group, terms)
         # Packing rows that are written once does not pay; with modes that mix multiplicities it does.
         once = role == "z" and len(groups) == 1 and terms.value.size <= MOST_TERMS and layout.spec.convolution
         lies = not packed or (once and not group.mode.mixes and len(group.letters("z")) == 1)
@@ -363,7 +424,10 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
             first = FirstStep(layout, role, group, packed=packed)
             found.append(Statement(layout, role, group, first.terms, packed=packed, lies=lies, first=first))
         else:
-            parts = terms.parts(MOST_TERMS)
+            if role == "b":
+                _check_has_matrix(layout, group)
+                most = max(1, min(most, MOST_CELLS // _most_copies(group)))
+            parts = terms.parts(most)
             found += [Statement(layout, role, group, part, packed=packed, lies=lies) for part in parts]
     return found
 
@@ -372,7 +436,7 @@ def in_steps(layout: ProductLayout, role: str, group: Group) -> bool:
     """Return whether a role is made in two steps where that can be: its first is a long matrix product."""
     mode = group.mode
     # Each sample's own weights are read once, so there is no matrix product.
-    if not (group.weighted and mode.mixes and not mode.pairs and layout.spec.shared) or role == "w":
+    if not (group.weighted and mode.mixes and not mode.pairs and layout.spec.shared) or role in "wb":
         return False
     if role == "y":
         return group.extents["w"] >= LONG_SUM
@@ -392,8 +456,23 @@ def _saves(layout: ProductLayout, role: str, group: Group) -> bool:
 
 def _is_packed(layout: ProductLayout, group: Group, terms: Terms) -> bool:
     """Return whether a group's operands are packed: along edges, for pairs of copies, and for large tables."""
-    copies = max(math.prod(group.extents[x] for x in group.letters(operand)) for operand in "xyz")
-    return layout.spec.convolution or group.mode.pairs or min(terms.value.size, MOST_TERMS) * copies > MOST_CELLS
+    large = min(terms.value.size, MOST_TERMS) * _most_copies(group) > MOST_CELLS
+    return layout.spec.convolution or group.mode.pairs or large
+
+
+def _most_copies(group: Group) -> int:
+    return max(math.prod(group.extents[x] for x in group.letters(operand)) for operand in "xyz")
+
+
+def _check_has_matrix(layout: ProductLayout, group: Group) -> None:
+    if group.mode.pairs:
+        mode = layout.spec.paths[group.paths[0]].mode
+        raise UnsupportedModeError(
+            f"right() is not defined for mode {mode!r}",
+            details=["its pairs couple the copies of both inputs"],
+            fix="call forward.",
+            mode=mode,
+        )
 
 
 def _join(name: str, subscripts: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.layers.voxel import conv
 from insum_nn.ops import tensor_product_roles
-from insum_nn.ops.tensor_product_right import right_expressions
+from insum_nn.ops.tensor_product import expressions as expressions_of_product
 from tests.layers.every_layer import EVERY_LAYER, WITHOUT_OPTIONS, Case
 
 # Torch's operators that compute what a statement says. Sums, elementwise operators, views and integers are allowed.
@@ -143,7 +143,7 @@ def test_statements_of_forward_are_printed(name: str, device: torch.device, monk
     if name.endswith(".right"):
         # A product of its own, which the layer's `right` computes.
         layer: Any = made.get_submodule("layer")
-        assert set(ran) <= set(right_expressions(layer.spec))
+        assert set(ran) <= set(expressions_of_product(layer.spec, "b"))
         return
     printed = {line.strip() for line in repr(made).splitlines()} | set(expressions(made))
     assert ran

@@ -20,14 +20,10 @@ from insum_nn.ops.tensor_product import (
     explain_tensor_product,
     expressions,
     tensor_product,
-)
-from insum_nn.ops.tensor_product_right import (
-    UnsupportedModeError,
-    right_expressions,
     tensor_product_right,
 )
 from insum_nn.ops.tensor_product_spec import layout_of
-from insum_nn.ops.tensor_product_statement import statements_of
+from insum_nn.ops.tensor_product_statement import UnsupportedModeError, statements_of
 from insum_nn.structure.irreps import MODES, Entry, dimension, entries_of, make_paths
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.equivariant.tensor_product_cases import (
@@ -428,11 +424,11 @@ def test_right_of_random_paths(seed: int):
     x, y, w = inputs_of(spec, 4)
     product = torch.einsum("zi,zik->zk", x, tensor_product_right(spec, y, w))
     assert_matches(product, oracle_of(spec)(x, y, w), dtype=torch.float64, kind="sum")
-    assert all(text.startswith("B[z,") for text in right_expressions(spec))
+    assert all(text.startswith("B[z,") for text in expressions(spec, "b"))
 
 
 def test_right_of_pairs_is_refused():
     spec = spec_of(one_mode("uvu<v", False), shared=True)
     with pytest.raises(UnsupportedModeError, match="not defined for mode 'uvu<v'") as info:
-        right_expressions(spec)
+        expressions(spec, "b")
     assert isinstance(info.value, NotImplementedError)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
-from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
-from insum_nn.ops.tensor_product_right import tensor_product_right
+from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product, tensor_product_right
 from insum_nn.structure.irreps import Entry, dimension
 from tests.layers.equivariant.tensor_product_cases import assert_same_derivatives, one_mode, random_case
 from tests.ops.test_tensor_product import conv_oracle_of, edges_of, inputs_of, oracle_of, spec_of

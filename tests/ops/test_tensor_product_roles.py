@@ -164,7 +164,8 @@ def test_steps_parts_and_packed_operands(case: Case, role: str, shared: bool, mo
 
     def check(*, staged: bool = False) -> Role:
         source = Role(ProductLayout(spec), role, given[0].device, torch.float64, staged=staged)
-        assert_matches(source(given, (None, None), 4), expected, dtype=torch.float64, kind="sum")
+        operands = dict(zip(others(role), given, strict=True))
+        assert_matches(source(operands, 4), expected, dtype=torch.float64, kind="sum")
         return source
 
     whole = len(check().statements)
@@ -198,7 +199,7 @@ def test_terms_hold_every_coefficient_once(role: str, layout: str):
         own = terms.path if role == "w" else terms.cell["xyz".index(role)]
         assert (np.diff(own) >= 0).all()
         for part in (terms, *terms.parts(7)):
-            packed = [product._packed_columns(x, mul) for x, mul in zip("xyz", group.muls, strict=True)]
+            packed = [product.packed_columns(x, mul) for x, mul in zip("xyz", group.muls, strict=True)]
             firsts = [order[::mul] for order, mul in zip(packed, group.muls, strict=True)]
             for first, component, cell in zip(firsts, part.component, part.cell, strict=True):
                 assert np.array_equal(first[component], cell)
@@ -308,7 +309,7 @@ for case, shared, rows, cells in runs:
             )
             step.bound = step.source.program.bind(step.tables)
         for _ in range(2):
-            got = source(given, (None, None), rows, "key")
+            got = source(dict(zip(others(role), given, strict=True)), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
         steps = source._steps
         print(role, len(steps), sum(any(seen.ready for seen in step.bound._checked.values()) for step in steps))
@@ -339,14 +340,14 @@ def test_ready_calls_notice_what_changed():
     source = role_of(ProductLayout(spec), "z", given[0].device, torch.float64)
 
     def run(given: Sequence[Tensor], size: int, key: str) -> Tensor:
-        return source(given, (None, None), size, key)
+        return source(dict(zip("xyw", given, strict=True)), size, key)
 
     (step,) = source._steps
     first = run(given, 4, "of 4")
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
     (seen,) = step.bound._checked.values()
     assert seen.ready is not None
-    named = step.named(given, (None, None), {})
+    named = step.named(dict(zip("xyw", given, strict=True)))
     ready, operands = seen.ready, [named[name] for name in step.source.program._names]
     assert ready.holds(operands)
     insum_nn.clear_cache()

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import INDEX_DTYPES
-from insum_nn.errors import InsumDtypeError, InsumError, raise_collected
+from insum_nn.errors import raise_collected
 from insum_nn.layers.equivariant.adoption import ProductLayer
 from insum_nn.layers.equivariant.checks import InputError, check_same, fits_plainly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import to_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
+from insum_nn.ops.tensor_product_checks import check_ends, check_shapes
 
 __all__ = ["TensorProductConv"]
 
@@ -147,20 +148,9 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
         """Return the weights unchanged."""
         return weights
 
-    def explain(
-        self,
-        X: Tensor,
-        Y: Tensor,
-        W: Tensor | None,
-        rows: Tensor,
-        cols: Tensor,
-        *,
-        statement: int = 0,
-        measure: bool = False,
-    ) -> Any:
-        """Explain how one statement runs on these inputs, timed with `measure`: an `Explanation`."""
-        weight = self.tensor_product._get_weights(W)
-        return explain_tensor_product(self.spec, X, Y, weight, rows, cols, statement=statement, measure=measure)
+    def explain(self, X: Tensor, Y: Tensor, W: Tensor | None, rows: Tensor, cols: Tensor, **how: Any) -> Any:
+        """Explain how one `statement=` runs on these inputs, timed with `measure=`: an `Explanation`."""
+        return explain_tensor_product(self.spec, X, Y, self.tensor_product._get_weights(W), rows, cols, **how)
 
     def forward(
         self,
@@ -261,44 +251,20 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
         self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor, sender_perm: Tensor | None
     ) -> None:
         product = self.tensor_product
-        faults: list[InsumError] = []
         edges = Y.shape[0] if Y.dim() else 0
+        indices = {"rows": rows, "cols": cols} | ({} if sender_perm is None else {"sender_perm": sender_perm})
         expected: dict[str, tuple[Tensor, tuple[int | None, ...]]] = {
             "X": (X, (None, product._in1_dim)),
             "Y": (Y, (None, product._in2_dim)),
+            **{name: (index, (edges,)) for name, index in indices.items()},
         }
-        indices = {"rows": rows, "cols": cols} | ({} if sender_perm is None else {"sender_perm": sender_perm})
-        expected |= {name: (index, (edges,)) for name, index in indices.items()}
         if not product.shared_weights and product.weight_numel:
             expected["W"] = (weight, ((1 if weight.shape[0] == 1 else edges), product.weight_numel))
-        for name, (tensor, shape) in expected.items():
-            fits = tensor.dim() == len(shape) and all(
-                want is None or want == got for want, got in zip(shape, tensor.shape, strict=True)
-            )
-            if not fits:
-                wanted = tuple("any" if s is None else s for s in shape)
-                faults.append(
-                    InputError(
-                        f"Shape mismatch: '{name}' does not fit the layer or the number of edges",
-                        details=[f"expected ({', '.join(map(str, wanted))}); got {tuple(tensor.shape)}"],
-                        fix=f"pass {name} of this shape{'' if name == 'X' else '; edges are the rows of Y'}.",
-                        expected=wanted,
-                        got=tuple(tensor.shape),
-                    )
-                )
-        check_same({"X": X, "Y": Y} | ({"W": weight} if weight.numel() else {}), faults)
-        elsewhere = Faults()
-        for name, index in indices.items():
-            if index.dtype not in INDEX_DTYPES:
-                faults.append(
-                    InsumDtypeError(
-                        f"Dtype mismatch: '{name}' must be int32 or int64, got {index.dtype}",
-                        fix=f"pass {name}.long().",
-                        got=index.dtype,
-                    )
-                )
-            elsewhere.device(name, index, "X", X)
-        raise_collected(faults + elsewhere.found)
+        shapes, faults = Faults("Shape mismatch"), Faults()
+        check_shapes(shapes, expected, edges, "edges, the rows of Y", InputError)
+        check_same({"X": X, "Y": Y} | ({"W": weight} if weight.numel() else {}), faults.found)
+        check_ends(faults, indices, "X", X)
+        raise_collected(shapes.found + faults.found)
 
 
 def _from_problem(problem: Any) -> TensorProduct:
