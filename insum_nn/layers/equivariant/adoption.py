@@ -100,7 +100,7 @@ def adopt(kind: type[M], module: Any, peer: Any) -> M:
         InputError: the module is not of the peer's class.
     """
     if not isinstance(module, peer):
-        wanted = f"{peer.__module__.rpartition('._')[0] or peer.__module__}.{peer.__name__}"
+        wanted = f"{peer.__module__.partition('._')[0]}.{peer.__name__}"
         raise InputError(
             f"from_e3nn takes an {wanted}, got {type(module).__module__}.{type(module).__qualname__}",
             fix="leave other modules as they are.",

@@ -17,7 +17,6 @@ __all__ = [
     "InputError",
     "check_choice",
     "check_inputs",
-    "check_last",
     "check_same",
     "check_weights",
     "fits_plainly",
@@ -54,20 +53,6 @@ def variances(name: str, given: Sequence[float] | Tensor | None, count: int) -> 
             got=len(values),
         )
     return values
-
-
-def check_last(name: str, tensor: Tensor, expected: int, irreps: object, faults: list[InsumError]) -> None:
-    """Record an error for a tensor whose last dimension is not that of its representation."""
-    if tensor.dim() == 0 or tensor.shape[-1] != expected:
-        faults.append(
-            InputError(
-                f"'{name}' does not hold the representation {irreps}",
-                details=[f"expected shape (..., {expected}); got {tuple(tensor.shape)}"],
-                fix=f"pass {name} with {expected} components last.",
-                expected=expected,
-                got=tuple(tensor.shape),
-            )
-        )
 
 
 def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
@@ -124,8 +109,19 @@ def fits_plainly(x: Tensor, y: Tensor, weight: object, dims: tuple[int, int, int
 def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
     """Check the inputs of a tensor product."""
     faults: list[InsumError] = []
-    check_last("x", x, module._in1_dim, module.irreps_in1, faults)
-    check_last("y", y, module._in2_dim, module.irreps_in2, faults)
+    # Dynamo cannot guard e3nn's representations, so their own dimension is not read.
+    wanted = (("x", x, module._in1_dim, module.irreps_in1), ("y", y, module._in2_dim, module.irreps_in2))
+    for name, tensor, dim, irreps in wanted:
+        if tensor.dim() == 0 or tensor.shape[-1] != dim:
+            faults.append(
+                InputError(
+                    f"'{name}' does not hold the representation {irreps}",
+                    details=[f"expected shape (..., {dim}); got {tuple(tensor.shape)}"],
+                    fix=f"pass {name} with {dim} components last.",
+                    expected=dim,
+                    got=tuple(tensor.shape),
+                )
+            )
     check_same({"x": x, "y": y} | ({"weight": weight} if weight.numel() else {}), faults)
     shapes = [x.shape[:-1], y.shape[:-1]] + ([] if module.shared_weights else [weight.shape[:-1]])
     # While tracing, reading extents would fix them; torch raises for shapes that do not broadcast.

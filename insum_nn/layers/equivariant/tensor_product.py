@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import ProductLayer, e3nn, o3
+from insum_nn.layers.equivariant.adoption import ProductLayer, adopt, e3nn, o3
 from insum_nn.layers.equivariant.checks import (
     InputError,
     check_choice,
@@ -28,7 +28,7 @@ from insum_nn.ops.tensor_product import (
     tensor_product_right,
 )
 from insum_nn.structure.clebsch_gordan import nonzeros
-from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients, weight_offsets
+from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients
 
 __all__ = [
     "ElementwiseTensorProduct",
@@ -212,13 +212,6 @@ class TensorProduct(ProductLayer, o3.TensorProduct):
         Raises:
             InputError: the module is no tensor product of e3nn.
         """
-        if not isinstance(module, o3.TensorProduct):
-            raise InputError(
-                f"from_e3nn takes an e3nn.o3.TensorProduct, got {type(module).__module__}.{type(module).__qualname__}",
-                fix="leave other modules as they are.",
-                expected="e3nn.o3.TensorProduct",
-                got=type(module),
-            )
         kinds: tuple[type[TensorProduct], ...] = (
             FullyConnectedTensorProduct,
             ElementwiseTensorProduct,
@@ -226,24 +219,13 @@ class TensorProduct(ProductLayer, o3.TensorProduct):
             TensorSquare,
         )
         kind = next((k for k in kinds if isinstance(module, k.__mro__[1])), TensorProduct)
-        new: TensorProduct = kind.__new__(kind)
-        torch.nn.Module.__init__(new)
-        for name in ("irreps_in1", "irreps_in2", "irreps_out", "shared_weights", "internal_weights", "weight_numel"):
-            setattr(new, name, getattr(module, name))
-        if isinstance(module, o3.TensorSquare):
-            new.irreps_in = module.irreps_in
-        new.instructions = list(module.instructions)
-        new._specialized_code = module._specialized_code
-        new._optimize_einsums = module._optimize_einsums
-        new._did_compile_left_right = True
-        new._did_compile_right = did_compile_right(module)
-        if isinstance(module.weight, torch.nn.Parameter):
-            new.weight = module.weight
-        else:
-            new.register_buffer("weight", module.weight)
-        new.register_buffer("output_mask", module.output_mask)
+        new: TensorProduct = adopt(kind, module, o3.TensorProduct)
+        # e3nn's generated code, and its list for pickling.
+        new._modules.clear()
+        new.__dict__.pop("__codegen__", None)
+        new._did_compile_left_right, new._did_compile_right = True, did_compile_right(module)
         new.options = options
-        return new.train(module.training)
+        return new
 
     def _specs(self) -> tuple[TensorProductSpec]:
         return (self.spec,)
@@ -271,22 +253,9 @@ class TensorProduct(ProductLayer, o3.TensorProduct):
     # Weights.
 
     @torch.jit.unused
-    def _checked_weights(self, weight: Tensor | list[Tensor] | None) -> Tensor | None:
+    def _prep_weights_python(self, weight: Tensor | list[Tensor] | None) -> Tensor | None:
+        # Called by e3nn's `_get_weights`.
         return check_weights(self, weight)
-
-    def _get_weights(self, weight: Tensor | None) -> Tensor:
-        if not torch.jit.is_scripting():
-            weight = self._checked_weights(weight)
-        if weight is None:
-            if self.weight_numel > 0 and not self.internal_weights:
-                raise RuntimeError("Weights must be provided when the TensorProduct does not have `internal_weights`")
-            return self.weight
-        if self.shared_weights:
-            torch._assert(weight.shape == (self.weight_numel,), "Invalid weight shape")
-        else:
-            torch._assert(weight.shape[-1] == self.weight_numel, "Invalid weight shape")
-            torch._assert(weight.ndim > 1, "When shared weights is false, weights must have batch dimension")
-        return weight
 
     def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
         """Return the weights of one instruction, as a view of `weight` or of the module's own.
@@ -295,22 +264,12 @@ class TensorProduct(ProductLayer, o3.TensorProduct):
             instruction: number of an instruction that has weights.
             weight: as for `forward`.
         """
-        paths = self._paths()
-        if not paths[instruction].weighted:
-            raise ValueError(f"Instruction {instruction} has no weights.")
-        path = paths[instruction]
-        weight = self._get_weights(weight)
-        own = weight.narrow(-1, weight_offsets(paths)[instruction], path.numel)
-        return own.view(*weight.shape[:-1], *path.shape)
-
-    def weight_views(self, weight: Tensor | None = None, yield_instruction: bool = False) -> Iterator[Any]:
-        """Yield a view of the weights of each instruction that has any, or `(number, instruction, view)`."""
-        weight = self._get_weights(weight)
-        paths = self._paths()
-        for number, (path, start) in enumerate(zip(paths, weight_offsets(paths), strict=True)):
-            if path.weighted:
-                view = weight.narrow(-1, start, path.numel).view(*weight.shape[:-1], *path.shape)
-                yield (number, self.instructions[number], view) if yield_instruction else view
+        # e3nn's own counts the weights of paths that have none.
+        wanted = range(len(self.instructions))[instruction]
+        for number, _, view in self.weight_views(weight, yield_instruction=True):
+            if number == wanted:
+                return view  # type: ignore[no-any-return]
+        raise ValueError(f"Instruction {instruction} has no weights.")
 
     # Evaluation. What follows is also compiled by TorchScript, which knows neither our errors nor f-strings.
 
@@ -332,6 +291,17 @@ class TensorProduct(ProductLayer, o3.TensorProduct):
             return False
         # One weight for a whole batch is a shared one.
         return self.shared_weights or (weight.shape[0] == x.shape[0] != 1)
+
+    def _batch(self, x: Tensor, y: Tensor, weight: Tensor) -> list[int]:
+        """Return the batch dimensions of a call."""
+        head = torch.broadcast_tensors(x[..., :1], y[..., :1])[0]
+        if not self.shared_weights:
+            head = torch.broadcast_tensors(head, weight[..., :1])[0]
+        return list(head.shape[:-1])
+
+    def _flat(self, tensor: Tensor, batch: list[int]) -> Tensor:
+        """Return a tensor as a matrix, a row for each sample of the batch."""
+        return tensor.expand([1] + batch + [tensor.shape[-1]]).flatten(0, -2)  # noqa: RUF005 - TorchScript
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """Multiply `x` by `y`.
@@ -356,28 +326,20 @@ class TensorProduct(ProductLayer, o3.TensorProduct):
             x, y, w = self._prepared(x, y, w)
         torch._assert(x.shape[-1] == self._in1_dim, "Incorrect last dimension for x")
         torch._assert(y.shape[-1] == self._in2_dim, "Incorrect last dimension for y")
-        head = torch.broadcast_tensors(x[..., :1], y[..., :1])[0]
-        if not self.shared_weights:
-            head = torch.broadcast_tensors(x[..., :1], y[..., :1], w[..., :1])[0]
-        batch = list(head.shape[:-1])
-        number = 1
-        for extent in batch:
-            number = number * extent
-        x = x.expand(batch + [self._in1_dim]).reshape(number, self._in1_dim)  # noqa: RUF005 - TorchScript
-        y = y.expand(batch + [self._in2_dim]).reshape(number, self._in2_dim)  # noqa: RUF005
-        text = self._text
+        batch = self._batch(x, y, w)
+        x, y, text = self._flat(x, batch), self._flat(y, batch), self._text
         if not self.shared_weights:
             if w.numel() == self.weight_numel:
                 # One weight for the whole batch is a shared one: nothing to repeat.
                 w = w.reshape(self.weight_numel)
                 text = self._text_shared
             else:
-                w = w.expand(batch + [self.weight_numel]).reshape(number, self.weight_numel)  # noqa: RUF005
+                w = self._flat(w, batch)
         if torch.jit.is_scripting():
-            z = torch.ops.insum_nn.tensor_product(text, "z", x, y, w, None, None, number, number)
+            z = torch.ops.insum_nn.tensor_product(text, "z", x, y, w, None, None, x.shape[0], x.shape[0])
         else:
             z = checked_product(text, x, y, w)
-        return z.reshape(batch + [self._out_dim])  # noqa: RUF005
+        return z.reshape(batch + [self._out_dim])  # noqa: RUF005 - TorchScript
 
     @torch.jit.export
     def right(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -394,16 +356,10 @@ class TensorProduct(ProductLayer, o3.TensorProduct):
         if not torch.jit.is_scripting():
             _, y, w = self._prepared(y.new_zeros([self._in1_dim]), y, w)
         torch._assert(y.shape[-1] == self._in2_dim, "Incorrect last dimension for y")
-        head = y[..., :1]
+        batch = self._batch(y, y, w)
+        y = self._flat(y, batch)
         if not self.shared_weights:
-            head = torch.broadcast_tensors(y[..., :1], w[..., :1])[0]
-        batch = list(head.shape[:-1])
-        number = 1
-        for extent in batch:
-            number = number * extent
-        y = y.expand(batch + [self._in2_dim]).reshape(number, self._in2_dim)  # noqa: RUF005
-        if not self.shared_weights:
-            w = w.expand(batch + [self.weight_numel]).reshape(number, self.weight_numel)  # noqa: RUF005
+            w = self._flat(w, batch)
         if torch.jit.is_scripting():
             b = torch.ops.insum_nn.tensor_product_right(self._text, y, w)
         else:
