@@ -45,7 +45,7 @@ from insum_nn.compiler.api import (
     without_autocast,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
-from insum_nn.ops.tensor_product_roles import expressions_of, role_of, roles_of
+from insum_nn.ops.tensor_product_roles import expressions, role_of, roles_of
 from insum_nn.ops.tensor_product_spec import TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import Operands
 from insum_nn.tensor_cache import same_view
@@ -132,21 +132,6 @@ def checked_product(
     num_x = x.shape[0]
     num_z = (num_x if num_receivers is None else num_receivers) if senders is not None else num_x
     return _Sums(text, receivers, senders, num_x, num_z).in_modes("z", {"x": x, "y": y, "w": weight})
-
-
-def expressions(
-    spec: TensorProductSpec, role: str = "z", device: torch.device | None = None, *, staged: bool = True
-) -> tuple[str, ...]:
-    """Return the statements that run on a device, by default a CPU, in order.
-
-    Args:
-        spec: the representations and paths.
-        role: the output, or the gradient of `x`, `y` or `w`; "b" is `tensor_product_right`.
-        device: where a second statement may read what a first one made of one operand and the weights.
-        staged: such statements; without, those that run where the first one's result takes too much memory.
-    """
-    where = torch.device("cpu") if device is None else device
-    return expressions_of(layout_of(spec.to_json()), role, where, staged=staged)
 
 
 def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tensor) -> Tensor:
@@ -304,26 +289,26 @@ class _Sums(NamedTuple):
         return roles.jointly(every, self.rows, self.key(operands), separately)
 
     def in_modes(self, requested: str, operands: Mapping[str, Tensor]) -> Tensor:
-        given, ends = [operands[role] for role in others(requested)], (self.receivers, self.senders)
-        if is_plain_eager(*given, *ends):
+        factors, ends = {role: operands[role] for role in others(requested)}, self.indices
+        if is_plain_eager(*factors.values(), *ends):
             sums = self
             if self.receivers is not None and self.senders is not None:
                 # Layers after each other get other views of the same edges, as a row of `edge_index` is.
                 sums = self._replace(receivers=same_view(self.receivers), senders=same_view(self.senders))
-            factors = dict(zip(others(requested), given, strict=True))
             return multilinear_jointly(sums, requested, factors, plain=True)[requested]
+        given = (*factors.values(), *ends)
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
             return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
-                self.text, requested, *given, *ends, self.num_x, self.num_z
+                self.text, requested, *given, self.num_x, self.num_z
             )
         if not torch.compiler.is_compiling() and is_transformed():
             # Transforms go through the programs, which know them; a registered operator does not.
             return self.run(requested, operands)[requested]
-        if is_traced(*given, *ends) and not records_graph(given):
+        if is_traced(*given) and not records_graph(given[:3]):
             return torch.ops.insum_nn.tensor_product_call(  # type: ignore[no-any-return]
-                self.text, requested, *given, *ends, self.num_x, self.num_z
+                self.text, requested, *given, self.num_x, self.num_z
             )
-        return multilinear_jointly(self, requested, dict(zip(others(requested), given, strict=True)))[requested]
+        return multilinear_jointly(self, requested, factors)[requested]
 
     def derivative(
         self, left: str, requested: Sequence[str], operands: Mapping[str, Tensor]

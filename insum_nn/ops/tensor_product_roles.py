@@ -18,10 +18,10 @@ from insum_nn.compiler.api import (
     paths_are_products,
     records_graph,
 )
-from insum_nn.ops.tensor_product_spec import ProductLayout, others
+from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Operands, Statement, statements_of
 
-__all__ = ["Role", "Roles", "expressions_of", "role_of", "roles_of"]
+__all__ = ["Role", "Roles", "expressions", "role_of", "roles_of"]
 
 
 class Role:
@@ -30,6 +30,7 @@ class Role:
     Attributes:
         role: a letter of `ROLES`.
         statements: its statements.
+        steps: what a call runs, in order.
         first_width: numbers per row of the first steps' results.
         count: tensors that its statements write.
     """
@@ -42,7 +43,7 @@ class Role:
         self.statements = statements_of(layout, role, staged=staged)
         self.first_width = sum(s.first.width for s in self.statements if s.first is not None)
         self._device, self._dtype = device, dtype
-        self._steps = [_Step(source, device, dtype) for s in self.statements for source in s.in_order]
+        self.steps = [_Step(source, device, dtype) for s in self.statements for source in s.in_order]
         # One statement for each tensor that is written.
         self._written: dict[Hashable, Statement] = {}
         for statement in self.statements:
@@ -57,7 +58,7 @@ class Role:
         """Return the same with the gradient of an operand, "gx" of `x`, in its place, for `Roles`."""
         other = copy(self)
         other.statements = [statement.of_gradient(operand) for statement in self.statements]
-        other._steps = [_Step(statement, self._device, self._dtype) for statement in other.statements]
+        other.steps = [_Step(statement, self._device, self._dtype) for statement in other.statements]
         return other
 
     @property
@@ -80,7 +81,7 @@ class Role:
         results: dict[Hashable, Tensor] = {}
         given = list(map(operands.__getitem__, others(self.role)))
         traced = key is None and (records_graph(given) or is_traced(*given))
-        for step in self._steps:
+        for step in self.steps:
             written = step.source.written
             result = step(operands, size, key, results.get(written), traced=traced)
             if written == FirstStep.written:
@@ -89,13 +90,6 @@ class Role:
                 results[written] = result
                 operands.pop(FirstStep.written, None)
         return self.finish(list(results.values()), size, traced=traced)
-
-    def arguments(self, operands: Operands, *, reads_all: bool) -> list[Mapping[str, Tensor]]:
-        """Return the tensors of each statement by name, where none has a first step.
-
-        Without `reads_all` a tensor is made when it is read.
-        """
-        return [step.named(operands) if reads_all else _Named(step, operands) for step in self._steps]
 
     def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
         """Return the role's tensor, from those that the statements wrote, in the order of `programs`."""
@@ -220,9 +214,19 @@ def _is_staged(role: str, device: torch.device) -> bool:
     return role not in "wb" and not paths_are_products(device)
 
 
-def expressions_of(layout: ProductLayout, role: str, device: torch.device, *, staged: bool = True) -> tuple[str, ...]:
-    """Return the statements that make a role on a device, in order; remembered. Without `staged` in one step always."""
-    staged = staged and _is_staged(role, device)
+def expressions(
+    spec: TensorProductSpec, role: str = "z", device: torch.device | None = None, *, staged: bool = True
+) -> tuple[str, ...]:
+    """Return the statements that run on a device, by default a CPU, in order.
+
+    Args:
+        spec: the representations and paths.
+        role: the output, or the gradient of `x`, `y` or `w`; "b" is `tensor_product_right`.
+        device: where a second statement may read what a first one made of one operand and the weights.
+        staged: such statements; without, those that run where the first one's result takes too much memory.
+    """
+    layout = layout_of(spec.to_json())
+    staged = staged and _is_staged(role, torch.device("cpu") if device is None else device)
 
     def build() -> tuple[str, ...]:
         statements = statements_of(layout, role, staged=staged)
@@ -304,7 +308,8 @@ class Roles:
         for joint, parts in zip(self.joint, self._parts, strict=True):
             named: list[Mapping[str, Tensor]] = []
             for part in parts:
-                named += part.arguments(operands, reads_all=joint.programs.reads_all)
+                for step in part.steps:
+                    named.append(step.named(operands) if joint.programs.reads_all else _Named(step, operands))
             shapes = partial(_shapes, parts, rows)
             made = joint.programs.together(named, shapes, key, partial(separately, joint.results))
             if made is None:

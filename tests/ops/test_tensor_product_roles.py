@@ -140,6 +140,25 @@ def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], 
     assert explained.count("second gradients") == len(kernels)
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("mode", ["uvw", "uvu"])
+def test_the_matrix_of_a_product_by_kernels(mode: str, monkeypatch: pytest.MonkeyPatch):
+    """Also in parts, where its tables would be too large for one kernel."""
+    spec = replace(
+        spec_of(one_mode(mode, True, 3, 2, 3, lmax=1), shared=mode == "uvw"),
+        options=Options(backend="triton", tune=False),
+    )
+    x, y, w = inputs_of(spec, 4)
+    monkeypatch.setattr(statement_module, "MOST_CELLS", 30)
+    assert len(module.expressions(spec, "b")) > 1
+    y, w = y.requires_grad_(), w.requires_grad_()
+    product = torch.einsum("zi,zik->zk", x, module.tensor_product_right(spec, y, w))
+    expected = oracle_of(spec)(x, y, w)
+    assert_matches(product, expected, dtype=torch.float64, kind="sum")
+    for got, wanted in zip(*(torch.autograd.grad(z.square().sum(), (y, w)) for z in (product, expected)), strict=True):
+        assert_matches(got, wanted, dtype=torch.float64, kind="gradient")
+
+
 def expected_of(spec: TensorProductSpec, role: str, given: Sequence[Tensor]) -> Tensor:
     """A role by the dense oracle."""
     operands = dict(zip(others(role), given, strict=True))
@@ -301,7 +320,7 @@ for case, shared, rows, cells in runs:
         given = operands_of(spec, role, rows, torch.float32)
         expected = expected_of(spec, role, operands_of(spec, role, rows))
         source = Role(ProductLayout(spec), role, given[0].device, torch.float32, staged=role == "y")
-        for step in source._steps:
+        for step in source.steps:
             facts = dict(step.source.program._spec.facts)
             options = Options(backend="triton", tune=False)
             step.source.program = compile(
@@ -311,7 +330,7 @@ for case, shared, rows, cells in runs:
         for _ in range(2):
             got = source(dict(zip(others(role), given, strict=True)), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
-        steps = source._steps
+        steps = source.steps
         print(role, len(steps), sum(any(seen.ready for seen in step.bound._checked.values()) for step in steps))
 """
 
@@ -342,7 +361,7 @@ def test_ready_calls_notice_what_changed():
     def run(given: Sequence[Tensor], size: int, key: str) -> Tensor:
         return source(dict(zip("xyw", given, strict=True)), size, key)
 
-    (step,) = source._steps
+    (step,) = source.steps
     first = run(given, 4, "of 4")
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
     (seen,) = step.bound._checked.values()
