@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from insum_nn.dtypes import INDEX_DTYPES
+from insum_nn.dtypes import FLOATS, INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError
 from insum_nn.ops.faults import Faults
 from insum_nn.ops.tensor_product_spec import ProductLayout
 
-__all__ = ["check_ends", "check_operands", "check_shapes"]
+__all__ = ["check_ends", "check_kinds", "check_operands", "check_shapes"]
 
 # An extent is a number, or `None`: any.
 Expected = Mapping[str, tuple[Tensor, tuple[Any, ...]]]
@@ -68,14 +68,7 @@ def check_operands(
     }
     check_shapes(faults, expected, rows, what)
     # Where there are no weights, their dtype and device do not matter.
-    factors = {"y": y} | ({"weight": weight} if weight.numel() else {})
-    for name, tensor in factors.items():
-        faults.device(name, tensor, "x", x)
-    if not x.dtype.is_floating_point:
-        message = f"must be floating-point, got {x.dtype}"
-        faults.add(InsumDtypeError, "x", message, fix="pass x.float().", expected_got=(None, x.dtype))
-    for name, tensor in factors.items():
-        faults.dtype(name, tensor, "x", x)
+    check_kinds(faults, {"x": x, "y": y} | ({"weight": weight} if weight.numel() else {}))
     check_ends(faults, given, "x", x)
     faults.raise_all()
 
@@ -91,6 +84,23 @@ def check_shapes(
             shown = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
             details, fix = [f"expected {shown}; got {got}"], f"pass {name} of shape {shown}, for {rows} {what}."
             faults.add(kind, name, f"has shape {got}", details=details, fix=fix, expected_got=(shape, got))
+
+
+def check_kinds(faults: Faults, factors: Mapping[str, Tensor], *, cast: bool = False) -> None:
+    """Add an error for each dtype and device that differs from the first factor's, or is not supported.
+
+    `cast`: dtypes may differ.
+    """
+    (first, anchor), *rest = factors.items()
+    for name, tensor in rest:
+        faults.device(name, tensor, first, anchor)
+    if anchor.dtype not in FLOATS:
+        message, fix = f"must be floating-point, got {anchor.dtype}", f"pass {first}.float()."
+        details = ["expected float16, bfloat16, float32 or float64"]
+        faults.add(InsumDtypeError, first, message, details=details, fix=fix, expected_got=(FLOATS, anchor.dtype))
+    for name, tensor in rest:
+        if not cast:
+            faults.dtype(name, tensor, first, anchor)
 
 
 def check_ends(faults: Faults, ends: Mapping[str, Tensor], first: str, anchor: Tensor) -> None:

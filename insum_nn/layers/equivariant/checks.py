@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from insum_nn.dtypes import FLOATS
-from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError, raise_collected
+from insum_nn.errors import InsumShapeError, raise_collected
 from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import under_autocast
+from insum_nn.ops.tensor_product_checks import check_kinds
 
 __all__ = [
     "InputError",
     "check_choice",
     "check_inputs",
-    "check_same",
     "check_weights",
     "fits_plainly",
     "variances",
@@ -55,27 +55,6 @@ def variances(name: str, given: Sequence[float] | Tensor | None, count: int) -> 
     return values
 
 
-def check_same(tensors: dict[str, Tensor], faults: list[InsumError]) -> None:
-    """Record errors for dtypes and devices that differ from the first tensor's, or are not supported."""
-    (first, anchor), *rest = tensors.items()
-    if anchor.dtype not in FLOATS:
-        faults.append(
-            InsumDtypeError(
-                f"'{first}' is {anchor.dtype}",
-                details=["expected float16, bfloat16, float32 or float64"],
-                fix=f"pass {first}.to(torch.get_default_dtype()).",
-                got=anchor.dtype,
-            )
-        )
-    relaxed = under_autocast(anchor.device)
-    unequal = Faults()
-    for name, tensor in rest:
-        unequal.device(name, tensor, first, anchor)
-        if not relaxed:
-            unequal.dtype(name, tensor, first, anchor)
-    faults += unequal.found
-
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -108,21 +87,22 @@ def fits_plainly(x: Tensor, y: Tensor, weight: object, dims: tuple[int, int, int
 
 def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
     """Check the inputs of a tensor product."""
-    faults: list[InsumError] = []
+    found = Faults()
     # Dynamo cannot guard e3nn's representations, so their own dimension is not read.
     wanted = (("x", x, module._in1_dim, module.irreps_in1), ("y", y, module._in2_dim, module.irreps_in2))
     for name, tensor, dim, irreps in wanted:
         if tensor.dim() == 0 or tensor.shape[-1] != dim:
-            faults.append(
-                InputError(
-                    f"'{name}' does not hold the representation {irreps}",
-                    details=[f"expected shape (..., {dim}); got {tuple(tensor.shape)}"],
-                    fix=f"pass {name} with {dim} components last.",
-                    expected=dim,
-                    got=tuple(tensor.shape),
-                )
+            found.add(
+                InputError,
+                name,
+                f"does not hold the representation {irreps}",
+                details=[f"expected shape (..., {dim}); got {tuple(tensor.shape)}"],
+                fix=f"pass {name} with {dim} components last.",
+                expected_got=(dim, tuple(tensor.shape)),
             )
-    check_same({"x": x, "y": y} | ({"weight": weight} if weight.numel() else {}), faults)
+    factors = {"x": x, "y": y} | ({"weight": weight} if weight.numel() else {})
+    check_kinds(found, factors, cast=under_autocast(x.device))
+    faults = found.found
     shapes = [x.shape[:-1], y.shape[:-1]] + ([] if module.shared_weights else [weight.shape[:-1]])
     # While tracing, reading extents would fix them; torch raises for shapes that do not broadcast.
     free = torch.compiler.is_compiling() or any(isinstance(extent, torch.SymInt) for s in shapes for extent in s)

@@ -13,12 +13,12 @@ from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import raise_collected
 from insum_nn.layers.equivariant.adoption import ProductLayer
-from insum_nn.layers.equivariant.checks import InputError, check_same, fits_plainly
+from insum_nn.layers.equivariant.checks import InputError, fits_plainly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.ops.faults import Faults
-from insum_nn.ops.statements import to_autocast
+from insum_nn.ops.statements import to_autocast, under_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
-from insum_nn.ops.tensor_product_checks import check_ends, check_shapes
+from insum_nn.ops.tensor_product_checks import check_ends, check_kinds, check_shapes
 
 __all__ = ["TensorProductConv"]
 
@@ -262,7 +262,8 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
             expected["W"] = (weight, ((1 if weight.shape[0] == 1 else edges), product.weight_numel))
         shapes, faults = Faults("Shape mismatch"), Faults()
         check_shapes(shapes, expected, edges, "edges, the rows of Y", InputError)
-        check_same({"X": X, "Y": Y} | ({"W": weight} if weight.numel() else {}), faults.found)
+        factors = {"X": X, "Y": Y} | ({"W": weight} if weight.numel() else {})
+        check_kinds(faults, factors, cast=under_autocast(X.device))
         check_ends(faults, indices, "X", X)
         raise_collected(shapes.found + faults.found)
 

@@ -432,7 +432,7 @@ def module_and_inputs() -> tuple[TensorProduct, list[Tensor]]:
         (lambda t: [t[0][:3], *t[1:]], InputError, "batch dimensions of x, y and weight do not broadcast"),
         (lambda t: [t[0], t[1], t[2][:2]], InputError, "do not broadcast"),
         (lambda t: [t[0].float(), *t[1:]], InsumDtypeError, "'y' is torch.float64, 'x' is torch.float32"),
-        (lambda t: [t[0].long(), t[1].long(), t[2].long()], InsumDtypeError, "'x' is torch.int64"),
+        (lambda t: [t[0].long(), t[1].long(), t[2].long()], InsumDtypeError, "'x' must be floating-point"),
         (lambda t: [t[0], t[1].to("meta"), t[2]], InsumDeviceError, "'y' is on meta, 'x' on cpu"),
     ],
 )
