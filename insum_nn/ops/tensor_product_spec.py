@@ -201,17 +201,12 @@ class ProductLayout:
                 totals[entry.mul] = found[role][number] + entry.size
         return found
 
-    def steps(self, role: str, number: int) -> tuple[int, int]:
-        """Return the strides of an entry's components, and of its copies, in a representation."""
-        entry = self.entries[role][number]
-        layout = (self.spec.out_layout if role == "z" else "") or self.spec.layout
-        return (1, entry.size) if layout == "mul_ir" else (entry.mul, 1)
-
     def columns(self, role: str, number: int) -> NDArray[np.int64]:
         """Return an entry's columns in a representation, (components, copies)."""
         entry = self.entries[role][number]
-        component, copy = self.steps(role, number)
-        return self.starts[role][number] + np.add.outer(component * np.arange(entry.size), copy * np.arange(entry.mul))
+        layout = (self.spec.out_layout if role == "z" else "") or self.spec.layout
+        own = self.starts[role][number] + np.arange(entry.dim)
+        return own.reshape(entry.mul, entry.size).T if layout == "mul_ir" else own.reshape(entry.size, entry.mul)
 
     def packed_columns(self, role: str, mul: int) -> NDArray[np.int64]:
         """Return the columns of all entries in use of one multiplicity, entry by entry, copies innermost."""

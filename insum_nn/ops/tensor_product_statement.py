@@ -77,15 +77,11 @@ class Terms:
         value: (p,) coefficients, with their paths' normalisation.
         path: (p,) numbers of their paths in the group.
         component: (3, p) components of x, y and z, counted through all entries of one multiplicity.
-        cell: (3, p) cells of their first copies in x, y and z.
-        step: (3, p) from one copy to the next.
     """
 
     value: NDArray[np.float64]
     path: Integers
     component: Integers
-    cell: Integers
-    step: Integers
 
     @staticmethod
     def of(layout: ProductLayout, group: Group, role: str) -> Terms:
@@ -93,21 +89,12 @@ class Terms:
         parts: list[Terms] = []
         for number, path in enumerate(layout.spec.paths[n] for n in group.paths):
             index, value = nonzeros(*(layout.entry(operand, path).l for operand in "xyz"))
-            ends = [(operand, path.ends[NUMBER[operand]]) for operand in "xyz"]
-            first = np.array([layout.components[operand][end] for operand, end in ends])
-            cell = [layout.columns(*end)[own, 0] for end, own in zip(ends, index, strict=True)]
-            step = np.array([layout.steps(*end)[1] for end in ends])
-            parts.append(
-                Terms(
-                    value * path.coefficient,
-                    np.full(value.size, number, np.int64),
-                    index + first[:, None],
-                    np.stack(cell),
-                    np.repeat(step[:, None], value.size, 1),
-                )
-            )
+            first = [layout.components[operand][path.ends[NUMBER[operand]]] for operand in "xyz"]
+            own = np.full(value.size, number, np.int64)
+            parts.append(Terms(value * path.coefficient, own, index + np.array(first)[:, None]))
         whole = Terms(*(np.concatenate([getattr(t, name) for t in parts], -1) for name in Terms.__slots__))
-        return whole.select(np.lexsort((whole.path, whole.path if role == "w" else whole.cell[NUMBER.get(role, 2)])))
+        order = whole.path if role == "w" else whole.component[NUMBER.get(role, 2)]
+        return whole.select(np.lexsort((whole.path, order)))
 
     def select(self, which: Integers | slice) -> Terms:
         """Return a part of them."""
@@ -201,9 +188,9 @@ class _Tables:
     def _cells(self, operand: str, terms: Terms) -> str:
         """Return the subscript of a representation's cells, whose table it makes."""
         letters, at, table = self.group.letters(operand), NUMBER[operand], _TABLE[operand]
-        extents = [self.group.extents[x] for x in letters]
-        cells = terms.cell[at][:, None] + terms.step[at][:, None] * np.arange(math.prod(extents))
-        self.tables[table] = torch.from_numpy(cells.reshape((-1, *extents)))
+        mul = self.group.muls[at]
+        cells = self.layout.packed_columns(operand, mul).reshape(-1, mul)[terms.component[at]]
+        self.tables[table] = torch.from_numpy(cells.reshape(-1, *[self.group.extents[x] for x in letters]))
         return _join(table, ["p", *letters])
 
     def _read(self, operand: str, terms: Terms) -> str:
@@ -320,7 +307,7 @@ class FirstStep(_Tables):
         super().__init__(layout, group, packed=packed)
         self.operand = _OF_FIRST[role]
         self.terms = terms = Terms.of(layout, group, role if role != "y" else "z")
-        pairs = np.stack([terms.path, terms.cell[NUMBER[self.operand]]])
+        pairs = np.stack([terms.path, terms.component[NUMBER[self.operand]]])
         _, first, self.place = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
         pair = terms.select(first)
         read = [self._read(self.operand, pair), self._weights(pair.path)]
@@ -450,7 +437,7 @@ def _saves(layout: ProductLayout, role: str, group: Group) -> bool:
     if len(own) != len(copies) or not own:
         return False
     terms = Terms.of(layout, group, role)
-    pairs = len({*zip(terms.path.tolist(), terms.cell[1].tolist(), strict=True)})
+    pairs = len({*zip(terms.path.tolist(), terms.component[1].tolist(), strict=True)})
     return pays_between(math.prod(group.extents[x] for x in own), terms.value.size, pairs)
 
 
