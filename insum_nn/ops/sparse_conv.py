@@ -5,20 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import by_table, takes_table
+from insum_nn.compiler.api import by_table
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.faults import Faults
-from insum_nn.ops.sparse_conv_table import (
-    repeated_conv,
-    table_conv,
-    table_entries,
-    table_statement,
-)
+from insum_nn.ops.sparse_conv_table import fit, table_conv, table_statement
 from insum_nn.ops.statements import product_dtype, run, to_autocast
 from insum_nn.structure.kernel_map import FACTS, KernelMap
-from insum_nn.structure.kernel_map.tables import MOST_ENTRIES, TABLE_FACTS
+from insum_nn.structure.kernel_map.tables import TABLE_FACTS
 
 __all__ = [
     "ROW_FACTS",
@@ -122,41 +117,26 @@ def sparse_conv(
     >>> sparse_conv(torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0], [10.0], [100.0]]]), near).tolist()
     [[210.0], [21.0]]
     """
-    if kernel_map is not None and not torch.compiler.is_compiling() and not options.validate:
-        result = repeated_conv(features, weight, kernel_map, groups, options, bias)
+    if kernel_map is not None and not torch.compiler.is_compiling():
+        result = table_conv(features, weight, kernel_map, groups, options, bias)
         if result is not None:
             return result
-    initial, table = _chosen(features, weight, kernel_map, bias, groups, options)
+    _check(features, weight, kernel_map, bias, groups)
     if options.validate and kernel_map is not None:
         kernel_map.validate()
-    if table and kernel_map is not None:
-        result = table_conv(features, weight, kernel_map, groups, options, initial)
-    else:
-        expression, named, shape = _statement(features, weight, kernel_map, groups, initial)
-        result = run(expression, FACTS, named, options, shape)
-        if groups > 1:
-            result = result.flatten(1)
+    initial = _initial(features, weight, bias, groups)
+    expression, named, shape = _statement(features, weight, kernel_map, groups, initial)
+    result = run(expression, FACTS, named, options, shape)
+    if groups > 1:
+        result = result.flatten(1)
     return result if bias is None or initial is not None else result + bias.to(result.dtype)
 
 
-def _chosen(
-    features: Tensor,
-    weight: Tensor,
-    kernel_map: KernelMap | None,
-    bias: Tensor | None,
-    groups: int,
-    options: Options,
-) -> tuple[Tensor | None, bool]:
-    """Check a call; return what the sum starts from, and whether it runs over the table."""
-    _check(features, weight, kernel_map, bias, groups)
-    initial = None
-    if bias is not None and bias.dtype == product_dtype(features) == product_dtype(weight):
-        # As the sum's initial value it spares a pass over the output.
-        initial = bias.unflatten(0, (groups, -1)) if groups > 1 else bias
-    table = kernel_map is not None and takes_table((features, weight, initial), options)
-    # While torch traces no table is taken, and the sizes of maps are unknown.
-    table = table and kernel_map is not None and table_entries(kernel_map) <= MOST_ENTRIES
-    return initial, table
+def _initial(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor | None:
+    """Return a bias as the sum's initial value, where it can be: it spares a pass over the output."""
+    if bias is None or not bias.dtype == product_dtype(features) == product_dtype(weight):
+        return None
+    return bias.unflatten(0, (groups, -1)) if groups > 1 else bias
 
 
 def _statement(
@@ -176,7 +156,7 @@ def _statement(
 
 
 def _check(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int) -> None:
-    if kernel_map is not None and _fit(features, weight, kernel_map, bias, groups):
+    if kernel_map is not None and fit(features, weight, kernel_map, bias, groups):
         return
     if kernel_map is not None:
         check_features("sparse_conv", features, kernel_map.num_inputs, kernel_map.device)
@@ -184,24 +164,6 @@ def _check(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias:
         check_features("sparse_conv", features)
     expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
     _check_weight(expression, features, weight, kernel_map, bias, groups)
-
-
-def _fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None, groups: int) -> bool:
-    """Whether there is nothing that `check_features` or `_check_weight` would complain of: one look instead of each."""
-    rows, kernel, device, dtype = features.shape, weight.shape, features.device, features.dtype
-    sites = kernel_map.inputs.indices
-    return (
-        len(rows) == 2
-        and rows[0] == sites.shape[0]
-        and kernel[1:-1] == kernel_map.geometry.kernel_size
-        and rows[1] == kernel[-1] * groups
-        and kernel[0] % groups == 0
-        and (weight.dtype == dtype or product_dtype(weight) == product_dtype(features))
-        and dtype.is_floating_point
-        and sites.device == device
-        and weight.device == device
-        and (bias is None or (bias.shape == kernel[:1] and bias.device == device))
-    )
 
 
 def _values(features: Tensor, weight: Tensor, groups: int, *, pointwise: bool) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ The table holds every pair of any map: at one offset an output has at most one i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,25 +24,26 @@ from torch import Tensor
 from insum_nn.compiler.api import (
     BoundProgram,
     BoundSums,
-    autocast_dtype,
-    built_program,
+    PositionalProgram,
+    by_table,
     is_plain_eager,
     keep_bitmasks,
     keep_lengths,
     multilinear,
     pairs_are_faster,
+    positional_program,
     product_dtype,
 )
 from insum_nn.compiler.options import Options
 from insum_nn.facts import NamedFacts
 from insum_nn.structure.kernel_map import FACTS, KernelMap
-from insum_nn.structure.kernel_map.tables import LIST_FACTS, TABLE_FACTS
+from insum_nn.structure.kernel_map.tables import LIST_FACTS, MOST_ENTRIES, TABLE_FACTS
 
-__all__ = ["repeated_conv", "table_conv", "table_entries", "table_statement"]
+__all__ = ["fit", "table_conv", "table_statement"]
 
 Kind = Literal["Out", "In", "W"]
-# A statement with a map's index tensors bound, which takes the two of `_OPERANDS` in order, and its output's shape.
-_Bound = tuple[BoundProgram, tuple[int | None, ...]]
+# A statement over a map: its program, its index tensors, and its output's shape.
+_Bound = tuple[PositionalProgram, tuple[Tensor, ...], tuple[int | None, ...]]
 
 # For each result, the two tensors that are contracted.
 _OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
@@ -60,6 +61,12 @@ IndexForm = Literal["pairs", "table", "list"]
 _SUBSCRIPTS: dict[IndexForm, dict[str, str]] = {"pairs": _PAIRS, "table": _TABLE, "list": _LIST}
 _KNOWN: dict[IndexForm, NamedFacts] = {"pairs": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
 
+# The tensors of a statement as they are given: those of `_OPERANDS`, then the index tensors.
+_NAMES: dict[tuple[Kind, IndexForm], tuple[str, ...]] = {
+    (kind, form): (*["dOut" if name == "Out" else name for name in operands], *facts)
+    for kind, operands in _OPERANDS.items()
+    for form, facts in _KNOWN.items()
+}
 _STATEMENTS: dict[tuple[Kind, bool, IndexForm], str] = {
     (kind, grouped, form): text.format(
         h="h," if grouped else "", **(_INVERSE if (kind, form) == ("In", "table") else subscripts)
@@ -81,11 +88,6 @@ def table_statement(*, groups: int = 1) -> str:
     return _STATEMENTS["Out", groups > 1, "table"]
 
 
-def table_entries(kernel_map: KernelMap) -> int:
-    """Return entries of a map's table, or of its inverse's where that is larger."""
-    return kernel_map.geometry.volume * max(kernel_map.num_inputs, kernel_map.num_outputs)
-
-
 def table_conv(
     features: Tensor,
     weight: Tensor,
@@ -93,8 +95,8 @@ def table_conv(
     groups: int,
     options: Options,
     bias: Tensor | None = None,
-) -> Tensor:
-    """Convolve through the neighbour table, where `takes_table` says so.
+) -> Tensor | None:
+    """Convolve through the neighbour table, where that is the better way.
 
         Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]
         Out[Order[i],h,d] += In[Near[k,i],h,c] * W[h,d,k,c]     with groups of channels h
@@ -107,62 +109,71 @@ def table_conv(
         kernel_map: the map of n input voxels to m output voxels.
         groups: groups of channels.
         options: compile options.
-        bias: (d,) or (h, d), what every output starts from; dtype of `features`; differentiable to any order.
+        bias: (O,), what every output starts from; differentiable to any order.
 
     Returns:
-        `Out`, (m, O).
+        `Out`, (m, O); `None` where it goes by pairs: on other devices, under modes, for the largest tables; and where
+        the operands do not fit.
     """
-    if weight.requires_grad and torch.is_grad_enabled():
-        dtype = product_dtype(features) if torch._C._is_any_autocast_enabled() else features.dtype
-        if pairs_are_faster(dtype):
-            # The list of pairs needs their number on the host.
-            kernel_map.send_counts()
-    conv = _Conv(kernel_map, groups, options)
-    conv.kept.checked.add(_operand_kinds(features, weight, bias))
-    return multilinear(conv, "Out", features, weight, initial=bias, plain=True)
-
-
-def repeated_conv(
-    features: Tensor,
-    weight: Tensor,
-    kernel_map: KernelMap,
-    groups: int,
-    options: Options,
-    bias: Tensor | None = None,
-) -> Tensor | None:
-    """Return `table_conv` of plain operands in eager mode whose kinds were checked in an earlier call on this map.
-
-    `None`: there was none, or a mode is active.
-    """
-    kept: _Kept | None = kernel_map.calls.get((groups, id(options)))
-    if kept is None or not is_plain_eager(features, weight, bias):
+    of_map = kernel_map.calls
+    kept: _Kept | None = of_map.get((groups, id(options)))
+    if kept is None:
+        rows = max(kernel_map.inputs.indices.shape[0], kernel_map.outputs.indices.shape[0])
+        if not by_table(features.device, options) or kernel_map.geometry.volume * rows > MOST_ENTRIES:
+            return None
+        kept = of_map[groups, id(options)] = _Kept(options)
+    if not is_plain_eager(features, weight, bias) or not fit(features, weight, kernel_map, bias, groups):
         return None
-    if _operand_kinds(features, weight, bias) not in kept.checked:
-        return None
-    return multilinear(_Conv(kernel_map, groups, options, kept), "Out", features, weight, initial=bias, plain=True)
+    if options.validate:
+        # Which forgets what is kept.
+        kernel_map.validate()
+        kept = _Kept(options)
+    # Under autocast the operands are cast later.
+    dtype = product_dtype(features) if torch._C._is_any_autocast_enabled() else features.dtype
+    if not kept.sent and weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(dtype):
+        # The list of pairs needs their number on the host.
+        kernel_map.send_counts()
+        kept.sent = True
+    initial = bias if bias is None or bias.dtype == dtype else None
+    if initial is not None and groups > 1:
+        initial = initial.unflatten(0, (groups, -1))
+    conv = _Conv(kernel_map, groups, options, kept)
+    result = multilinear(conv, "Out", features, weight, initial=initial, plain=True)
+    return result if bias is None or initial is not None else result + bias.to(result.dtype)
 
 
-def _operand_kinds(features: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
-    """What of the operands decides whether a call is right, and what it prepares for its gradients."""
-    kinds = (features.shape, features.dtype, features.device, weight.shape, weight.dtype, weight.device)
-    recorded = weight.requires_grad and torch.is_grad_enabled()
-    if torch._C._is_any_autocast_enabled():
-        kinds += (autocast_dtype(features.device),)
-    return (*kinds, recorded) if bias is None else (*kinds, recorded, bias.shape, bias.dtype, bias.device)
+def fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None, groups: int) -> bool:
+    """Whether shapes, dtypes and devices of the operands are those of a convolution over a map."""
+    rows, kernel, device, dtype = features.shape, weight.shape, features.device, features.dtype
+    sites = kernel_map.inputs.indices
+    return (
+        len(rows) == 2
+        and rows[0] == sites.shape[0]
+        and kernel[1:-1] == kernel_map.geometry.kernel_size
+        and rows[1] == kernel[-1] * groups
+        and kernel[0] % groups == 0
+        and (weight.dtype == dtype or product_dtype(weight) == product_dtype(features))
+        and dtype.is_floating_point
+        and sites.device == device
+        and weight.device == device
+        and (bias is None or (bias.shape == kernel[:1] and bias.device == device))
+    )
 
 
-class _Kept(NamedTuple):
+class _Kept:
     """What is kept with a map for convolutions of some options, which must not hold the map itself.
 
     Attributes:
         options: these; as long as they live, so does their identity, by which this is found.
         calls: statements over the map.
-        checked: kinds of operands that were checked.
+        sent: the numbers of pairs were sent to the host.
     """
 
-    options: Options
-    calls: dict[tuple[Kind, IndexForm], _Bound]
-    checked: set[tuple[object, ...]]
+    __slots__ = ("calls", "options", "sent")
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.sent = options, False
+        self.calls: dict[tuple[Kind, IndexForm, torch.dtype], _Bound] = {}
 
 
 class _Conv(BoundSums):
@@ -171,32 +182,34 @@ class _Conv(BoundSums):
     __slots__ = ("groups", "kept", "kernel_map", "options")
     operands: Mapping[str, tuple[str, ...]] = _OPERANDS  # type: ignore[assignment]
 
-    def __init__(self, kernel_map: KernelMap, groups: int, options: Options, kept: _Kept | None = None) -> None:
-        self.kernel_map, self.groups, self.options = kernel_map, groups, options
-        if kept is None:
-            # To hash options takes longer than to find them.
-            of_map: dict[Any, _Kept] = {} if torch.compiler.is_compiling() else kernel_map.calls
-            self.kept = of_map.setdefault((groups, id(options)), _Kept(options, {}, set()))
-        else:
-            self.kept = kept
+    def __init__(self, kernel_map: KernelMap, groups: int, options: Options, kept: _Kept) -> None:
+        self.kernel_map, self.groups, self.options, self.kept = kernel_map, groups, options, kept
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
     ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...], None]:
         kind, (a, b) = cast("Kind", requested), operands
         if made is None:
-            bound, shape = self._bound(kind, "pairs")
-            return bound, self._split(kind, a, b), shape, None
-        # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
-        if not a.is_contiguous():
-            a = a.contiguous()
-        if not b.is_contiguous():
-            b = b.contiguous()
-        bound, shape = self._bound(kind, "list" if kind == "W" and pairs_are_faster(a.dtype) else "table")
-        if self.groups > 1:
-            return bound, self._split(kind, a, b), shape, None
-        # The cells of the weight's kernel as one axis, as the statement reads them.
-        return bound, (a, b if kind == "W" else b.flatten(1, -2)), shape, None
+            form: IndexForm = "pairs"
+            a, b = self._split(kind, a, b)
+        else:
+            form = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
+            # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
+            if not a.is_contiguous():
+                a = a.contiguous()
+            if not b.is_contiguous():
+                b = b.contiguous()
+            if self.groups > 1:
+                a, b = self._split(kind, a, b)
+            elif kind != "W":
+                # The cells of the weight's kernel as one axis, as the statement reads them.
+                b = b.flatten(1, -2)
+        key = (kind, form, a.dtype)
+        found = self.kept.calls.get(key)
+        if found is None:
+            found = self.kept.calls[key] = _bound(*key, self.kernel_map, self.groups, self.options)
+        (program, arrange), indices, shape = found
+        return program, arrange((a, b, *indices)), shape, None
 
     def result(self, requested: str, written: Tensor) -> Tensor:
         if requested == "W":
@@ -208,20 +221,16 @@ class _Conv(BoundSums):
         first, second = _OPERANDS[kind]
         return _split(first, a, self.kernel_map, self.groups), _split(second, b, self.kernel_map, self.groups)
 
-    def _bound(self, kind: Kind, form: IndexForm) -> _Bound:
-        calls = self.kept.calls
-        found = calls.get((kind, form))
-        if found is None:
-            found = calls[kind, form] = _bound(kind, self.kernel_map, self.groups, self.options, form)
-        return found
 
-
-def _bound(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, form: IndexForm) -> _Bound:
+def _bound(
+    kind: Kind, form: IndexForm, dtype: torch.dtype, kernel_map: KernelMap, groups: int, options: Options
+) -> _Bound:
     rest: tuple[int | None, ...] = (None,) * (1 if groups == 1 else 2)
     if kind == "W":
         shape = (*rest, kernel_map.geometry.volume, None)
     else:
-        shape = (kernel_map.num_outputs if kind == "Out" else kernel_map.num_inputs, *rest)
+        rows = kernel_map.outputs if kind == "Out" else kernel_map.inputs
+        shape = (rows.indices.shape[0], *rest)
     if form == "list":
         indices = kernel_map.pair_list
         if not torch.compiler.is_compiling():
@@ -233,7 +242,9 @@ def _bound(kind: Kind, kernel_map: KernelMap, groups: int, options: Options, for
             keep_bitmasks(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    return built_program(_STATEMENTS[kind, groups > 1, form], _KNOWN[form], options).bind(indices), shape
+    facts, operands = _KNOWN[form], _NAMES[kind, form]
+    found = positional_program(_STATEMENTS[kind, groups > 1, form], facts, options, dtype, operands)
+    return found, tuple([indices[name] for name in facts]), shape
 
 
 def _split(kind: Kind, tensor: Tensor, kernel_map: KernelMap, groups: int) -> Tensor:

@@ -62,7 +62,7 @@ CASES = [
 def ran(monkeypatch):
     """All devices and backends go by the table; the statements that ran are listed."""
     statements: list[str] = []
-    inner = sparse_conv_table._Conv._bound
+    inner = sparse_conv_table._Conv.call
 
     def watch(*given):
         call = inner(*given)
@@ -70,7 +70,7 @@ def ran(monkeypatch):
         return call
 
     monkeypatch.setattr(statement_choice, "_everywhere", True)
-    monkeypatch.setattr(sparse_conv_table._Conv, "_bound", watch)
+    monkeypatch.setattr(sparse_conv_table._Conv, "call", watch)
     return statements
 
 
@@ -248,7 +248,7 @@ def test_tables_too_large_leave_the_pairs(ran, monkeypatch):
     features, weight, bias = operands(near.inputs, near.geometry, 1)
     want = sparse_conv(features, weight, near, bias, options=EAGER)
     assert ran == [TABLE]
-    monkeypatch.setattr(sys.modules["insum_nn.ops.sparse_conv"], "MOST_ENTRIES", 9 * 20 - 1)
+    monkeypatch.setattr(sparse_conv_table, "MOST_ENTRIES", 9 * 20 - 1)
     # What was chosen for a map stays.
     near = build_kernel_map(near.inputs, near.geometry)
     found = []

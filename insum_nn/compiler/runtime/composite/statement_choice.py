@@ -7,7 +7,6 @@ cores of a CPU, and hold for what runs a statement there, so they stand with the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ __all__ = [
     "paths_are_products",
     "pays_between",
     "takes_columns",
-    "takes_table",
 ]
 
 # Products of samples with blocks.
@@ -76,13 +74,6 @@ def by_table(device: torch.device, options: Options) -> bool:
     if _everywhere or options.backend == "triton":
         return True
     return device.type == "cuda" and options.backend == "auto" and generates_kernels()
-
-
-def takes_table(tensors: Sequence[Tensor | None], options: Options) -> bool:
-    """Whether a table can be taken for tensors on one device, and is the better way."""
-    first = tensors[0]
-    assert first is not None
-    return by_table(first.device, options) and is_plain_eager(*tensors)
 
 
 def pairs_are_faster(dtype: torch.dtype) -> bool:
