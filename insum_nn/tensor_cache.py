@@ -124,9 +124,12 @@ class TensorCache(Generic[Built]):
 
     def keep(self, tensors: Sequence[Tensor], key: Hashable, built: Built) -> Built:
         """Keep what was built of these tensors."""
-        whole = _identity(tensors, key)
-        if whole is None:
-            return built
+        # `_identity`, written out: new structures come here several times each.
+        whole: tuple[Hashable, ...] = (key,)
+        for tensor in tensors:
+            if tensor.is_inference():
+                return built
+            whole = (*whole, id(tensor), tensor._version)
         # What a tensor's death calls must not keep the cache.
         owner = weakref.ref(self)
 
@@ -135,26 +138,19 @@ class TensorCache(Generic[Built]):
             if cache is not None:
                 cache._known.pop(whole, None)
 
+        refs: list[weakref.ref[Tensor]] = []
+        for tensor in tensors:
+            refs.append(weakref.ref(tensor, gone))
         with self._lock:
             while len(self._known) >= self.limit:
                 del self._known[next(iter(self._known))]
-            self._known[whole] = tuple([weakref.ref(tensor, gone) for tensor in tensors]), built
+            self._known[whole] = tuple(refs), built
         return built
 
     def get(self, tensors: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:
         """What `build` made of these tensors: now, or when they were last seen."""
         found = self.find(tensors, key)
         return self.keep(tensors, key, build()) if found is None else found
-
-
-def _identity(tensors: Sequence[Tensor], key: Hashable) -> Hashable | None:
-    """A key of tensors at their versions; `None` where one of them has none."""
-    whole: tuple[Hashable, ...] = (key,)
-    for tensor in tensors:
-        if tensor.is_inference():
-            return None
-        whole = (*whole, id(tensor), tensor._version)
-    return whole
 
 
 def same_view(tensor: Tensor) -> Tensor:

@@ -234,9 +234,9 @@ def _bound(
     if form == "list":
         indices = kernel_map.pair_list
         if not torch.compiler.is_compiling():
-            keep_lengths(indices["Off"], kernel_map.counts, kernel_map.filled)
+            keep_lengths(indices["Off"], kernel_map.counts, kernel_map.lengths)
     elif form == "table":
-        table = (kernel_map.inverse if kind == "In" else kernel_map).table
+        table = kernel_map.inverse_table if kind == "In" else kernel_map.table
         indices = table.tensors
         if table.words is not None and not torch.compiler.is_compiling():
             keep_bitmasks(table.sorted_neighbours, table.words)

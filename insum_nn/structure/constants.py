@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["plain_tensors"]
+__all__ = ["plain_integers", "plain_tensors"]
 
+Made = TypeVar("Made")
 _AS_IT_IS = nullcontext()
 
 
@@ -50,3 +53,18 @@ def _outside(sources: tuple[Tensor, ...]) -> AbstractContextManager[object]:
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
     return stack
+
+
+def plain_integers(make: Callable[[], Made], source: Tensor) -> Made:
+    """Return what `make` makes within `plain_tensors(source)`: integers, which autograd does not record in any case.
+
+    >>> with torch.inference_mode():
+    ...     found = plain_integers(lambda: torch.arange(3), torch.zeros(()))
+    >>> found.is_inference()
+    False
+    """
+    # Most calls are in no mode, and need no context.
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or peek_interpreter_stack():
+        with plain_tensors(source):
+            return make()
+    return make()

@@ -345,7 +345,12 @@ def spans_of(extents: Sequence[int], reach: int = _MARGIN) -> tuple[int, ...]:
     >>> spans_of((2, 10, 10)), steps_of(spans_of((2, 10, 10)))
     ((2, 14, 14), (196, 14, 1))
     """
-    return (extents[0], *(extent + max(reach, _MARGIN) for extent in extents[1:]))
+    # Without a function for each extent: every map comes here.
+    batch, *spans = extents
+    margin = max(reach, _MARGIN)
+    for axis, extent in enumerate(spans):
+        spans[axis] = extent + margin
+    return (batch, *spans)
 
 
 def _key_dtype(spans: Sequence[int]) -> torch.dtype:

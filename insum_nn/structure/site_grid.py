@@ -139,6 +139,12 @@ def first_rows(count: int, device: torch.device) -> Tensor:
     return rows[:count]
 
 
+@lru_cache(maxsize=64)
+def _memory(device: torch.device) -> int:
+    """Bytes of a GPU, of which torch asks in several functions."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def fits(spans: tuple[int, ...], reach: int, sites: int, device: torch.device) -> bool:
     """Return whether a grid is small enough to be the cheaper way; decided without a look at the device.
 
@@ -150,7 +156,7 @@ def fits(spans: tuple[int, ...], reach: int, sites: int, device: torch.device) -
     if sites == 0 or cells > _MOST_CELLS:
         return False
     if device.type == "cuda":
-        if 4 * _MEMORY_SHARE * cells > torch.cuda.get_device_properties(device).total_memory:
+        if 4 * _MEMORY_SHARE * cells > _memory(device):
             return False
         least, each = _CELLS_ON_GPU
     elif device.type == "cpu":

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.kernels.divide_rows import divide_rows
 from insum_nn.compiler.kernels.row_partition import RowPartition, keep_lengths, partition_of
+
+Made = TypeVar("Made")
 
 __all__ = ["LENGTHS", "divided", "wait_for_kernel"]
 
@@ -44,9 +46,10 @@ def divided(
     return got
 
 
-def wait_for_kernel(device: torch.device) -> None:
-    """Return when the kernel can be launched: until its machine code is there, the host divides."""
-    lengths, until = torch.tensor([1, 2], device=device), time.monotonic() + 60
-    while divide_rows(lengths, 4, 2, 0) is None:
+def wait_for_kernel(run: Callable[[], Made | None]) -> Made:
+    """Return what a kernel makes, as soon as it can be launched: until its machine code is there, that is `None`."""
+    until = time.monotonic() + 60
+    while (made := run()) is None:
         assert time.monotonic() < until
         time.sleep(0.05)
+    return made

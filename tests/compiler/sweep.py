@@ -32,6 +32,8 @@ from torch import Tensor
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.kernels import background
+from insum_nn.compiler.kernels.row_partition import bitmasks_of
+from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
@@ -286,7 +288,7 @@ MAPS = [MOVES[place] for place in (0, 3, 5, 6, 7, 12, 15, 17, 19)]
 
 
 def run_maps(device: torch.device, chosen: Sequence[Geometry] = MAPS) -> Counter[str]:
-    """Kernel maps and divided rows by hand-written kernels, which are those made without them; bad voxels are refused.
+    """Maps, divided rows and bitmasks by hand-written kernels are those made without them; bad voxels are refused.
 
     Raises:
         AssertionError: one is another, or was not built by these kernels.
@@ -299,10 +301,14 @@ def run_maps(device: torch.device, chosen: Sequence[Geometry] = MAPS) -> Counter
     for how in chosen:
         sites, proven = sites_of(how, device)
         assert made_by_kernels(both(sites, how, proven=proven)), str(how)
-    wait_for_kernel(device)
+    wait_for_kernel(lambda: divide_rows(torch.tensor([1, 2], device=device), 4, 2, 0))
     for lengths in LENGTHS.values():
         for chunk in (1, 8):
             assert divided(lengths, chunk, device).split
+    for rows, columns in ((5, 9), (70, 1030)):
+        index = torch.where(torch.rand(rows, columns) < 0.5, -1, 1).int()
+        found = wait_for_kernel(lambda index=index: row_bitmasks(index.to(device)))
+        assert torch.equal(found.cpu(), bitmasks_of(index))
     refused = 0
     for row, text in BAD_ROWS.items():
         for how in bad:

@@ -24,6 +24,7 @@ from insum_nn.compiler.kernels.row_partition import (
     longest_row,
     partition_of,
 )
+from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks
 from tests.compiler.divided_rows import LENGTHS, divided, wait_for_kernel
 from tests.compiler.interpreted import interpreter
 from tests.device_calls import DeviceCalls, device_calls
@@ -306,10 +307,30 @@ def test_rows_are_divided_on_the_device(name: str, chunk: int):
     assert not seen[0].reads
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (31, 520), (32, 5), (70, 1030)])
+def test_bitmasks_are_written_on_the_device(rows: int, columns: int, dtype: torch.dtype):
+    index = torch.where(torch.rand(rows, 2 * columns) < 0.5, -1, torch.randint(0, 9, (rows, 2 * columns))).to(dtype)
+    for own in (index[:, :columns].contiguous(), index[:, ::2]):
+        with device_calls() as calls:
+            words = bitmasks_of(own)
+        assert (calls.kernels, calls.total) == (1, not own.is_contiguous())
+        assert torch.equal(words, bitmasks_of(own.clone()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), [(27, 1030), (70, 2000)])
+def test_bitmasks_are_written_on_a_gpu(gpu: torch.device, rows: int, columns: int):
+    index = torch.where(torch.rand(rows, columns) < 0.5, -1, torch.randint(0, 9, (rows, columns))).int()
+    made = wait_for_kernel(lambda: row_bitmasks(index.to(gpu)))
+    assert torch.equal(made.cpu(), bitmasks_of(index))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LENGTHS)
 def test_rows_are_divided_on_a_gpu(gpu: torch.device, name: str):
-    wait_for_kernel(gpu)
+    wait_for_kernel(lambda: divide_rows(torch.tensor([1, 2], device=gpu), 4, 2, 0))
     for chunk in (1, 3, 8):
         assert divided(LENGTHS[name], chunk, gpu).begin.untyped_storage().nbytes() > 16
 

@@ -97,8 +97,8 @@ def test_a_network_has_few_kernels():
             out = out if isinstance(out, Tensor) else out.features
             torch.autograd.backward(out, torch.ones_like(out))
     assert collection.launches > 100
-    # One of them divides the rows of weight gradients.
-    assert len(collection.codes) <= 27
+    # Among them one that divides the rows of weight gradients, one that makes bitmasks, and one of narrow keys.
+    assert len(collection.codes) <= 29
 
 
 def test_ranges_of_divided_rows_are_aligned():

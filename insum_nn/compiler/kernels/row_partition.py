@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.kernels.divide_rows import divide_rows
+from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
 from insum_nn.compiler.schedule.space import Schedule
@@ -91,10 +91,25 @@ class RowPartition:
 # The divisions of an index tensor, by the most terms in a range.
 Divisions = dict[int, RowPartition]
 
+
+@dataclass(slots=True)
+class _Lengths:
+    """The rows of an index tensor with few of them, on the host.
+
+    Attributes:
+        begins: where the terms of each begin.
+        counts: how many terms each has; `None`: this was not given.
+        on_device: the same on the device.
+    """
+
+    begins: Array
+    counts: Sequence[int] | None = None
+    on_device: Tensor | None = None
+
+
 _divisions: TensorCache[Divisions] = TensorCache(_LIMIT)
 _orders: TensorCache[Tensor] = TensorCache(_LIMIT)
-# Where the terms of each row begin, on the host, of index tensors with few rows; and on the device how many a row has.
-_begins: TensorCache[tuple[Array, Tensor | None]] = TensorCache(_LIMIT)
+_lengths: TensorCache[_Lengths] = TensorCache(_LIMIT)
 # For each column of an index tensor, the rows in which it has an entry.
 _bitmasks: TensorCache[Tensor] = TensorCache(_LIMIT)
 
@@ -103,7 +118,7 @@ def clear_partitions() -> None:
     """Forget everything that was built."""
     _divisions.clear()
     _orders.clear()
-    _begins.clear()
+    _lengths.clear()
     _bitmasks.clear()
 
 
@@ -172,17 +187,20 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
 
 
 def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
+    known = _cached_lengths(index, rows)
+    if known is not None and not permuted and (divided := _divide_known(index, known, chunk)) is not None:
+        return divided
     flat, order, small = _ordered(index, rows, permuted)
-    begins, on_device = _cached_begin(index, rows)
     begin = None
-    if begins is None:
+    if known is None:
         bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
         begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
         if rows > _FEW_ROWS:
             return _divide(flat, order, begin, chunk)
         # Few rows are divided on the host, which then reads the device once rather than at every size it needs. NumPy
         # takes a fraction of torch's time for so few numbers.
-        begins, _ = _begins.keep((index,), None, (begin.cpu().numpy(), None))
+        known = _lengths.keep((index,), None, _Lengths(begin.cpu().numpy()))
+    begins = known.begins
     lengths = begins[1:] - begins[:-1]
     longest = int(lengths.max()) if rows else 0
     whole = int(begins[-1] - begins[0]) == flat.shape[0]
@@ -192,11 +210,6 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
     parts = _parts(lengths, chunk)
     more = parts > 1
     ranges, slots = int(parts.sum()), int(parts[more].sum())
-    if on_device is not None and small == torch.int32 and flat.shape[0] + chunk < 1 << 31:
-        made = divide_rows(on_device, chunk, ranges, int(more.sum()))
-        if made is not None:
-            low, high, target, row_of, divided, first = made
-            return RowPartition(ranges, low, high, target, row_of, order, slots, divided, first, False, whole, longest)
     steps = np.arange(ranges)
     low, high, target, row_of = _ranges(begins, np.arange(rows), steps, parts, more, chunk, lambda of: of.repeat(parts))
     divided = more.nonzero()[0]
@@ -207,6 +220,27 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
     groups.setdefault(small, []).extend((low, high, target, row_of))
     divided, first, low, high, target, row_of = _send(groups, flat.device)
     return RowPartition(ranges, low, high, target, row_of, order, slots, divided, first, False, whole, longest)
+
+
+def _divide_known(index: Tensor, known: _Lengths, chunk: int) -> RowPartition | None:
+    """Divide rows in order by a kernel; `None`: their lengths are not on the device, or none is divided."""
+    counts, terms = known.counts, index.numel()
+    if counts is None or known.on_device is None or max(counts) <= chunk or terms + chunk >= 1 << 31:
+        return None
+    # A loop over so few numbers takes a fraction of NumPy's time.
+    ranges = slots = divided = 0
+    for count in counts:
+        parts = (count + (chunk - 1)) // chunk
+        ranges += parts or 1
+        if parts > 1:
+            slots += parts
+            divided += 1
+    made = divide_rows(known.on_device, chunk, ranges, divided)
+    if made is None:
+        return None
+    low, high, target, row_of, rows, first = made
+    whole, longest = sum(counts) == terms, max(counts)
+    return RowPartition(ranges, low, high, target, row_of, None, slots, rows, first, False, whole, longest)
 
 
 def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> RowPartition:
@@ -303,20 +337,19 @@ def keep_lengths(index: Tensor, lengths: Sequence[int], on_device: Tensor | None
     Args:
         index: ascending.
         lengths: terms of each row.
-        on_device: the same numbers, (rows,) int64, on the device of `index`; they must not be modified.
+        on_device: the same numbers, (rows,) int32 or int64, on the device of `index`; they must not be modified.
     """
-    if len(lengths) <= _FEW_ROWS:
-        begins = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.array(lengths, dtype=np.int64).cumsum(out=begins[1:])
-        _begins.keep((index,), None, (begins, on_device))
+    if 0 < len(lengths) <= _FEW_ROWS:
+        begins = np.array((0, *lengths), dtype=np.int64).cumsum()
+        _lengths.keep((index,), None, _Lengths(begins, lengths, on_device))
 
 
-def _cached_begin(index: Tensor, rows: int) -> tuple[Array | None, Tensor | None]:
-    begins, on_device = _begins.of(index) or (None, None)
+def _cached_lengths(index: Tensor, rows: int) -> _Lengths | None:
+    known = _lengths.of(index)
     # What is sent while a graph is captured would be sent by its replays.
-    if begins is None or begins.shape[0] != rows + 1 or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None, None
-    return begins, on_device
+    if known is None or known.begins.shape[0] != rows + 1:
+        return None
+    return None if index.is_cuda and torch.cuda.is_current_stream_capturing() else known
 
 
 _bits: dict[torch.device, Tensor] = {}
@@ -331,7 +364,12 @@ def bitmasks_of(index: Tensor) -> Tensor:
     found = _bitmasks.of(index)
     if found is not None:
         return found
-    return _bitmasks.keep((index,), None, _kept(lambda: _bitmasks_with(index, _powers(index.device))))
+    return _bitmasks.keep((index,), None, _kept(_new_bitmasks, index))
+
+
+def _new_bitmasks(index: Tensor) -> Tensor:
+    found = row_bitmasks(index.contiguous()) if index.is_cuda else None
+    return _bitmasks_with(index, _powers(index.device)) if found is None else found
 
 
 def new_bitmasks_of(index: Tensor) -> Tensor:

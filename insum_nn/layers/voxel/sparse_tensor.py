@@ -146,8 +146,10 @@ class SparseConvTensor:
         self.check_rows()
         check_untraced()
         known = None if again else self._known_sites()
-        if known is not None or torch.compiler.is_compiling():
-            return build_kernel_map(self.coordinates(), geometry, proven=True)
+        if known is None and torch.compiler.is_compiling():
+            known = self.coordinates()
+        if known is not None:
+            return build_kernel_map(known, geometry, proven=True)
         sites = self._sites()
         found = build_kernel_map(sites, geometry)
         self._keep_sites(sites)
@@ -167,8 +169,9 @@ class SparseConvTensor:
 
     def _known_sites(self) -> Coordinates | None:
         known = self._proven.get("sites")
-        fits = known is not None and known.describes(self.indices, self.spatial_shape, self.batch_size)
-        return known if fits else None
+        if known is None or not known.describes(self.indices, self.spatial_shape, self.batch_size):
+            return None
+        return known
 
     def _keep_sites(self, sites: Coordinates) -> Coordinates:
         if "sites" in self._proven:

@@ -16,14 +16,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from insum_nn.structure.constants import plain_tensors
+from insum_nn.structure.constants import plain_integers
 from insum_nn.structure.coordinates import Coordinates, unique_sites
-from insum_nn.structure.kernel_map.device_kernels import (
-    reached_cells,
-    reached_table,
-    site_marks,
-    submanifold_table,
-)
+from insum_nn.structure.kernel_map.device_kernels import reached_map, submanifold_table
 from insum_nn.structure.kernel_map.geometry import Geometry, MapKind, output_shape
 from insum_nn.structure.kernel_map.kernel_map import KernelMap
 from insum_nn.structure.kernel_map.search import (
@@ -84,40 +79,36 @@ def build_kernel_map(
     if torch.compiler.is_compiling():
         return _traced_map(inputs, geometry, shape)
     # What is built of ordinary tensors keeps count of its changes, so that a compiler can keep what it made of them.
-    with plain_tensors(inputs.indices):
-        by_table = inputs.device.type == "cuda" if by_table is None else by_table
-        try:
-            if by_table and (found := _by_kernels(inputs, geometry, shape, proven=proven)) is not None:
-                return found
-            facts = None if proven else inputs.facts(by_cells=geometry.kind == "subm")
-            return _build(inputs, geometry, shape, facts, by_table)
-        finally:
-            inputs.drop_grid()
+    return plain_integers(lambda: _built(inputs, geometry, shape, proven=proven, by_table=by_table), inputs.indices)
+
+
+def _built(
+    inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], *, proven: bool, by_table: bool | None
+) -> KernelMap:
+    by_table = inputs.indices.device.type == "cuda" if by_table is None else by_table
+    if by_table and (found := _by_kernels(inputs, geometry, shape, proven=proven)) is not None:
+        return found
+    try:
+        facts = None if proven else inputs.facts(by_cells=geometry.kind == "subm")
+        return _build(inputs, geometry, shape, facts, by_table)
+    finally:
+        inputs.drop_grid()
 
 
 def _by_kernels(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...], *, proven: bool) -> KernelMap | None:
     """Return the map made by a few hand-written kernels, where these can be launched and the grid is small."""
-    if geometry.is_pointwise or geometry.volume * inputs.num_sites > MOST_ENTRIES:
+    if geometry.is_pointwise or geometry.volume * inputs.indices.shape[0] > MOST_ENTRIES:
         return None
     if geometry.kind == "subm":
-        table = submanifold_table(inputs, geometry, proven=proven)
-        if table is None:
+        found = submanifold_table(inputs, geometry, proven=proven)
+        if found is None:
             return None
-        return KernelMap.of_table(inputs, inputs, geometry, NeighbourTable.of_sorted(table))
-    reached = reached_cells(inputs, geometry, shape)
+        return KernelMap.of_table(inputs, inputs, geometry, NeighbourTable.of_sorted(found[0]), found[1])
+    reached = reached_map(inputs, geometry, shape, proven=proven)
     if reached is None:
         return None
-    marks = None
-    if not proven:
-        marks = site_marks(inputs)
-        if marks is None:
-            inputs.prove()
-    # The only read of the device.
-    count, *faults = (reached.total if marks is None else torch.cat([reached.total, marks])).tolist()
-    if marks is not None:
-        inputs.raise_marks(faults)
-    made = reached_table(reached, count)
-    return None if made is None else KernelMap.of_table(inputs, made[0], geometry, order_by_mask(made[1]))
+    outputs, table, counts = reached
+    return KernelMap.of_table(inputs, outputs, geometry, NeighbourTable.of_sorted(table), counts)
 
 
 def _build(

@@ -19,15 +19,15 @@ from insum_nn.structure.kernel_map import device_texts
 from insum_nn.structure.kernel_map.device_texts import COLUMNS
 from insum_nn.structure.kernel_map.geometry import Geometry
 from insum_nn.structure.kernel_map.mask_bits import mask_powers
-from insum_nn.structure.site_grid import first_rows, fits, grid_numbers
+from insum_nn.structure.site_grid import GridNumbers, fits, grid_numbers
 from insum_nn.structure.transfers import constant, read_later
 
 __all__ = [
     "SortedTable",
+    "TableMemory",
     "exchanged_table",
     "pair_lists",
-    "reached_cells",
-    "reached_table",
+    "reached_map",
     "site_marks",
     "sorted_table",
     "submanifold_table",
@@ -39,47 +39,83 @@ _NARROW = (1 << 31) - (1 << 16)
 _EXTENT = 1 << 30
 _INT = "*i32"
 _POINTERS = {torch.int32: "*i32", torch.int64: "*i64"}
+_KEYS = {False: "*i32", True: "*u8"}
 
 
-class SortedTable(NamedTuple):
-    """What `NeighbourTable` holds."""
+class TableMemory(NamedTuple):
+    """Where the parts of a table (volume, columns) begin in the memory of one, int32.
 
-    order: Tensor
-    sorted_neighbours: Tensor
-    words: Tensor
-    place: Tensor
-    parts: Tensor
+    The table itself stands first; then the row of each column.
+
+    Attributes:
+        place: (columns,) the column of each row.
+        words: (columns,) the offsets of each column as bits, of no more than `MASK_BITS` offsets.
+        parts: (volume, blocks) entries of each offset in each block of rows.
+        counts: (volume,) entries of each offset; before them, two marks for `Coordinates.raise_marks`.
+        size: of all.
+    """
+
+    volume: int
+    columns: int
+    blocks: int
+    rows: int
+    place: int
+    words: int
+    parts: int
+    counts: int
+    size: int
+
+    @staticmethod
+    def of(volume: int, columns: int) -> TableMemory:
+        """Return that of a table; all begins at multiples of 16 bytes, but the counts."""
+        blocks = -(-columns // COLUMNS)
+        rows = volume * columns + 3 & -4
+        place = rows + columns + 3 & -4
+        words = place + columns + 3 & -4
+        parts = words + columns + 3 & -4
+        counts = parts + volume * blocks + 2
+        # A call of the class is one of Python's functions.
+        return tuple.__new__(TableMemory, (volume, columns, blocks, rows, place, words, parts, counts, counts + volume))
+
+
+# What `NeighbourTable` holds.
+SortedTable = tuple[Tensor, Tensor, Tensor, Tensor, TableMemory, bool]
 
 
 def _numbers(count: int) -> tuple[None, ...]:
     return (None,) * count
 
 
-@lru_cache(maxsize=1)
-def _table_kernels() -> Any:
+# Offsets whose keys are bytes, which are sorted in a quarter of the passes.
+_NARROW_KEY = 8
+
+
+@lru_cache(maxsize=2)
+def _table_kernels(narrow: bool) -> Any:
     """`masks`, `permute`, `exchange`, `pairs`."""
     from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
 
     return WrittenKernels(
         [
-            WrittenKernel(device_texts.masks(), (*[_INT] * 4, *_numbers(3)), warps=8),
-            WrittenKernel(device_texts.permute(), (_INT, "*i64", *[_INT] * 4, *_numbers(2)), warps=8),
+            WrittenKernel(device_texts.masks(), (_INT, _KEYS[narrow], *[_INT] * 2, *_numbers(4)), warps=8),
+            WrittenKernel(device_texts.permute(), (_INT, "*i64", *[_INT] * 2, *_numbers(6)), warps=8),
             WrittenKernel(device_texts.exchange(), (*[_INT] * 3, *_numbers(3)), warps=8),
-            WrittenKernel(device_texts.pairs(), (*[_INT] * 3, "*i64", *[_INT] * 3, *_numbers(2))),
+            WrittenKernel(device_texts.pairs(), (*[_INT] * 4, *_numbers(5))),
         ]
     )
 
 
 @lru_cache(maxsize=16)
-def _site_kernels(dims: int, dtype: torch.dtype) -> Any:
+def _site_kernels(dims: int, dtype: torch.dtype, narrow: bool) -> Any:
     """`number`, `look_up`."""
     from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
 
     indices = _POINTERS[dtype]
+    looking = (indices, *[_INT] * 2, _KEYS[narrow], *[_INT] * 2, *_numbers(8 + 4 * dims))
     return WrittenKernels(
         [
-            WrittenKernel(device_texts.number(dims), (indices, _INT, *_numbers(5 + dims)), warps=8),
-            WrittenKernel(device_texts.look_up(dims), (indices, *[_INT] * 5, *_numbers(7 + 4 * dims)), warps=8),
+            WrittenKernel(device_texts.number(dims), (indices, *[_INT] * 2, *_numbers(6 + dims)), warps=8),
+            WrittenKernel(device_texts.look_up(dims), looking, warps=8),
         ]
     )
 
@@ -89,11 +125,12 @@ def _reach_kernels(dims: int, dtype: torch.dtype, kind: Any) -> Any:
     """`mark`, `write`."""
     from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
 
-    indices, numbers = _POINTERS[dtype], _numbers(4 + 6 * dims)
+    indices, numbers = _POINTERS[dtype], _numbers(5 + 6 * dims)
+    written = (indices, *[_INT] * 3, indices, _INT, None, None, *numbers)
     return WrittenKernels(
         [
             WrittenKernel(device_texts.mark(dims, kind), (indices, _INT, *numbers), warps=8),
-            WrittenKernel(device_texts.write(dims, kind), (indices, *[_INT] * 3, indices, None, *numbers), warps=8),
+            WrittenKernel(device_texts.write(dims, kind), written, warps=8),
         ]
     )
 
@@ -105,33 +142,21 @@ def _launchers(device: torch.device, kernels: Any, *key: object) -> Any:
     return kernels(*key).launchers(device)
 
 
-def _even(count: int) -> int:
-    """At least so many numbers, so that those after them begin at a multiple of 16 bytes."""
-    return -(-count // 4) * 4
+def _empty_keys(at: TableMemory, device: torch.device) -> Tensor:
+    return torch.empty(at.columns, dtype=torch.uint8 if at.volume <= _NARROW_KEY else torch.int32, device=device)
 
 
-class _Memory:
-    """Memory of a sorted table (volume, columns), in one piece; filled by `masks` or `look_up`, then by `permute`."""
-
-    __slots__ = ("_ends", "_whole", "blocks", "columns", "parts", "volume")
-
-    def __init__(self, volume: int, columns: int, device: torch.device) -> None:
-        self.volume, self.columns, self.blocks = volume, columns, -(-columns // COLUMNS)
-        table, row = _even(volume * columns), _even(columns)
-        self._ends = (table, table + row, table + 2 * row)
-        size = table + 2 * row + volume * self.blocks
-        self._whole = torch.empty(size, dtype=torch.int32, device=device)
-        self.parts = self._whole.as_strided((volume, self.blocks), (self.blocks, 1), table + 2 * row)
-
-    def sort(self, permute: Any, near: Tensor, words: Tensor, names: Tensor) -> SortedTable:
-        """Put the columns of `near` in the order of their words; of equal words, the first column stands first."""
-        whole, columns, volume = self._whole, self.columns, self.volume
-        words, order = words.sort(stable=True)
-        rows = whole.as_strided((columns,), (1,), self._ends[0])
-        place = whole.as_strided((columns,), (1,), self._ends[1])
-        permute([near, order, names, whole, rows, place, columns, volume], self.blocks)
-        table = whole.as_strided((volume, columns), (columns, 1), 0)
-        return SortedTable(rows, table, words, place, self.parts)
+def _sort(
+    permute: Any, at: TableMemory, memory: Tensor, near: Tensor, keys: Tensor, names: Tensor | None, *, counted: bool
+) -> SortedTable:
+    """Put the columns of `near` in the order of their keys; of equal keys, the first column stands first."""
+    _, order = keys.sort(stable=True)
+    columns, named = at.columns, near if names is None else names
+    numbers = [at.rows, at.place, at.words, columns, at.volume, int(names is not None)]
+    permute([near, order, named, memory, *numbers], at.blocks)
+    table = memory.as_strided((at.volume, columns), (columns, 1), 0)
+    words = memory.as_strided((columns,), (1,), at.words)
+    return memory.as_strided((columns,), (1,), at.rows), table, words, memory, at, counted
 
 
 def _powers(volume: int, device: torch.device) -> Tensor:
@@ -146,153 +171,156 @@ def sorted_table(near: Tensor, names: Tensor | None = None) -> SortedTable | Non
         names: (m,) int32: the row of each column; default: the column.
     """
     (volume, columns), device = near.shape, near.device
-    kernels = _launchers(device, _table_kernels) if 0 < volume * columns < _NARROW else None
+    small = 0 < volume * columns < _NARROW
+    kernels = _launchers(device, _table_kernels, volume <= _NARROW_KEY) if small else None
     if kernels is None:
         return None
-    masks, permute, *_ = kernels
+    at = TableMemory.of(volume, columns)
+    memory = torch.empty(at.size, dtype=torch.int32, device=device)
     # Made by torch's operators, a table may be a view: its kernel may have been compiled since.
-    near = near.contiguous()
-    memory, words = _Memory(volume, columns, device), torch.empty(columns, dtype=torch.int32, device=device)
-    masks([near, words, memory.parts, _powers(volume, device), columns, volume, memory.blocks], memory.blocks)
-    return memory.sort(permute, near, words, first_rows(columns, device) if names is None else names.contiguous())
+    return _sorted(kernels, at, memory, near.contiguous(), names if names is None else names.contiguous())
 
 
-class _Grid(NamedTuple):
-    """The rows of sites at their cells; behind these, two marks for `Coordinates.raise_marks`."""
-
-    indices: Tensor
-    table: Tensor
-    flag: int
-    look_up: Any
-    numbers: tuple[int, ...]
-
-    @property
-    def marks(self) -> Tensor:
-        """(2,); the second is made by a look-up."""
-        return self.table[self.flag :]
+def _sorted(
+    kernels: Any, at: TableMemory, memory: Tensor, near: Tensor, names: Tensor | None = None, *, counted: bool = False
+) -> SortedTable:
+    device = near.device
+    keys = _empty_keys(at, device)
+    powers = _powers(at.volume, device)
+    kernels[0]([near, keys, memory, powers, at.parts, at.columns, at.volume, at.blocks], at.blocks)
+    return _sort(kernels[1], at, memory, near, keys, names, counted=counted)
 
 
-def _grid(sites: Coordinates, reach: int) -> _Grid | None:
-    """Write the rows of sites, which need not be proven, at their cells, where the grid is small."""
-    indices, extents, device, columns = sites.indices, sites.extents, sites.device, sites.num_sites
+def _grid_of(sites: Coordinates, reach: int) -> tuple[int, GridNumbers] | None:
+    """Return margin and numbers of a grid of the sites' cells, where it is small."""
+    indices, extents = sites.indices, sites.extents
     spans = spans_of(extents, reach)
     margin = spans[1] - extents[1]
-    if not fits(spans, margin, columns, device) or indices.numel() >= _NARROW:
+    if indices.numel() >= _NARROW or not fits(spans, margin, indices.shape[0], indices.device):
         return None
-    kernels = _launchers(device, _site_kernels, sites.ndim, indices.dtype)
-    if kernels is None:
-        return None
-    number, look_up = kernels
-    indices, (_, cells, lead, _) = indices.contiguous(), grid_numbers(spans, margin)
-    flag = lead + cells
-    table = torch.full((flag + 2,), -1, dtype=torch.int32, device=device)
-    number([indices, table, lead, flag, columns, margin, *extents], -(-columns // COLUMNS))
-    return _Grid(indices, table, flag, look_up, (lead, flag + 1, columns, margin, *extents))
+    return margin, grid_numbers(spans, margin)
 
 
-def submanifold_table(sites: Coordinates, geometry: Geometry, *, proven: bool) -> SortedTable | None:
+def submanifold_table(
+    sites: Coordinates, geometry: Geometry, *, proven: bool
+) -> tuple[SortedTable, tuple[int, ...] | None] | None:
     """Return the table of a submanifold map, where a grid of its cells is small; see `submanifold_neighbours`.
 
     Args:
         sites: the voxels.
         geometry: the kernel's movement.
         proven: they are in range and without repetition; else it is checked when all has been launched.
+
+    Returns:
+        The table, and the entries of each offset, where these were read with what is checked.
     """
-    volume, columns, device = geometry.volume, sites.num_sites, sites.device
-    moves = zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
-    reach = max(max(abs(padding), abs((extent - 1) * step - padding)) for extent, step, padding in moves)
-    kernels = _launchers(device, _table_kernels) if volume * columns < _NARROW else None
-    grid = None if kernels is None else _grid(sites, reach)
-    if kernels is None or grid is None:
+    volume, indices = geometry.volume, sites.indices
+    columns, device = indices.shape[0], indices.device
+    if not 0 < volume * columns < _NARROW:
         return None
-    memory, table = _Memory(volume, columns, device), _even(volume * columns)
-    near = torch.empty(table + columns, dtype=torch.int32, device=device)
-    words = near.as_strided((columns,), (1,), table)
-    tensors = [grid.indices, grid.table, near, words, memory.parts, _powers(volume, device)]
-    geometric = (*geometry.kernel_size, *geometry.dilation, *geometry.padding)
-    grid.look_up([*tensors, *grid.numbers, *geometric, volume, memory.blocks], memory.blocks)
+    narrow = volume <= _NARROW_KEY
+    kernels = _launchers(device, _table_kernels, narrow)
+    own = None if kernels is None else _launchers(device, _site_kernels, sites.ndim, indices.dtype, narrow)
+    grid = None if own is None else _grid_of(sites, geometry.reach)
+    if kernels is None or own is None or grid is None:
+        return None
+    at, indices = TableMemory.of(volume, columns), indices.contiguous()
+    margin, (_, cells, lead, _) = grid
+    table = torch.full((lead + cells,), -1, dtype=torch.int32, device=device)
+    memory = torch.empty(at.size, dtype=torch.int32, device=device)
+    near = torch.empty(volume * columns, dtype=torch.int32, device=device)
+    keys = _empty_keys(at, device)
+    number, look_up = own
+    extents, moves = sites.extents, (*geometry.kernel_size, *geometry.dilation, *geometry.padding)
+    number([indices, table, memory, at.counts, lead, columns, margin, volume, *extents], at.blocks)
+    tensors = [indices, table, near, keys, memory, _powers(volume, device)]
+    look_up(
+        [*tensors, at.parts, at.counts, lead, columns, margin, *extents, *moves, volume, at.blocks],
+        at.blocks,
+    )
+    if proven:
+        return _sort(kernels[1], at, memory, near, keys, None, counted=True), None
     # Look-ups are safe without the answer: the device goes on while it is on its way.
-    answer = None if proven else read_later(grid.marks)
-    found = memory.sort(kernels[1], near, words, first_rows(columns, device))
-    if answer is not None:
-        sites.raise_marks(answer())
-    return found
+    answer = read_later(memory.as_strided((2 + volume,), (1,), at.counts - 2))
+    found = _sort(kernels[1], at, memory, near, keys, None, counted=True)
+    outside, twice, *counts = answer()
+    sites.raise_marks((outside, twice))
+    return found, tuple(counts)
 
 
 def site_marks(sites: Coordinates) -> Tensor | None:
     """Return (2,) what `Coordinates.raise_marks` reads, where a grid of the sites is small."""
-    grid = _grid(sites, 0)
-    if grid is None:
+    indices, device, dims = sites.indices, sites.device, sites.ndim
+    grid = _grid_of(sites, 0)
+    kernels = None if grid is None else _launchers(device, _site_kernels, dims, indices.dtype, False)
+    if grid is None or kernels is None:
         return None
-    # Of no neighbour, a look-up compares each site's row with that in its cell.
-    words = torch.empty(sites.num_sites, dtype=torch.int32, device=sites.device)
-    tensors = [grid.indices, grid.table, words, words, words, words]
-    grid.look_up([*tensors, *grid.numbers, *[1] * (3 * sites.ndim), 0, 0], -(-sites.num_sites // COLUMNS))
-    return grid.marks
+    (number, look_up), indices, columns = kernels, indices.contiguous(), indices.shape[0]
+    (margin, (_, cells, lead, _)), blocks = grid, -(-columns // COLUMNS)
+    table = torch.full((lead + cells,), -1, dtype=torch.int32, device=device)
+    # Of no neighbour, a look-up compares each site's row with that in its cell. Behind the words stand the marks.
+    even = columns + 3 & -4
+    words = torch.empty(even + 2, dtype=torch.int32, device=device)
+    number([indices, table, words, even + 2, lead, columns, margin, 0, *sites.extents], blocks)
+    tensors, extents = [indices, table, words, words, words, words], sites.extents
+    look_up([*tensors, 0, even + 2, lead, columns, margin, *extents, *[1] * (3 * dims), 0, blocks], blocks)
+    return words.as_strided((2,), (1,), even)
 
 
-class _Reached(NamedTuple):
-    """Cells that a kernel reaches, and what is needed to write its table.
+def reached_map(
+    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], *, proven: bool
+) -> tuple[Coordinates, SortedTable, tuple[int, ...]] | None:
+    """Return the outputs that a strided or transposed kernel reaches, its table, and the entries of each offset.
 
-    Attributes:
-        total: (1,) the number of outputs.
+    See `reached_neighbours`. Where a grid of their cells is small; what lies outside leads nowhere. The device is read
+    once.
     """
-
-    sites: Coordinates
-    geometry: Geometry
-    shape: tuple[int, ...]
-    spans: tuple[int, ...]
-    indices: Tensor
-    numbers: Tensor
-    arguments: list[int]
-    write: Any
-    total: Tensor
-
-
-def reached_cells(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> _Reached | None:
-    """Number the cells of a grid that a strided or transposed kernel reaches, where the grid is small.
-
-    See `reached_neighbours`. What lies outside leads nowhere.
-    """
-    indices, device, dims, columns = sites.indices, sites.device, sites.ndim, sites.num_sites
+    indices, dims, volume = sites.indices, sites.ndim, geometry.volume
+    columns, device = indices.shape[0], indices.device
     spans = spans_of((sites.batch_size, *shape))
     ends = zip(sites.spatial_shape, shape, geometry.padding, strict=True)
-    narrow = all(padding >= 0 and max(extent, reached) + 2 * padding < _EXTENT for extent, reached, padding in ends)
-    if not narrow or not fits(spans, 0, columns, device) or indices.numel() >= _NARROW:
+    for extent, reached, padding in ends:
+        if padding < 0 or max(extent, reached) + 2 * padding >= _EXTENT:
+            return None
+    if not fits(spans, 0, columns, device) or indices.numel() >= _NARROW:
         return None
-    kernels = _launchers(device, _reach_kernels, dims, indices.dtype, geometry.kind)
-    # Which sorts the table.
-    if kernels is None or _launchers(device, _table_kernels) is None:
+    own = _launchers(device, _reach_kernels, dims, indices.dtype, geometry.kind)
+    kernels = None if own is None else _launchers(device, _table_kernels, volume <= _NARROW_KEY)
+    if own is None or kernels is None:
         return None
-    mark, write = kernels
-    moves = (geometry.kernel_size, geometry.stride, geometry.padding, geometry.dilation)
-    flat = [number for move in moves for number in move]
-    arguments = [columns, spans[1] - shape[0], *sites.extents, *shape, *flat, geometry.volume]
-    marks = torch.zeros(math.prod(spans), dtype=torch.int32, device=device)
-    indices = indices.contiguous()
-    mark([indices, marks, *arguments], -(-columns // COLUMNS))
-    numbers = marks.cumsum_(0)
-    return _Reached(sites, geometry, shape, spans, indices, numbers, arguments, write, numbers[-1:])
-
-
-def reached_table(found: _Reached, count: int) -> tuple[Coordinates, Tensor] | None:
-    """Return the outputs, and the inputs that each meets, (o, count) int32; by rows of outputs."""
-    sites, volume, device = found.sites, found.geometry.volume, found.sites.device
+    mark, write = own
+    cells, blocks, indices = math.prod(spans), -(-columns // COLUMNS), indices.contiguous()
+    moves = (*geometry.kernel_size, *geometry.stride, *geometry.padding, *geometry.dilation)
+    numbers = [cells, columns, spans[1] - shape[0], *sites.extents, *shape, *moves, volume]
+    # Behind the cells stand the counts of offsets.
+    marks = torch.zeros(cells + volume, dtype=torch.int32, device=device)
+    mark([indices, marks, *numbers], blocks)
+    marks.as_strided((cells,), (1,)).cumsum_(0)
+    answer = marks.as_strided((1 + volume,), (1,), cells - 1)
+    checked = None if proven else site_marks(sites)
+    if not proven and checked is None:
+        sites.prove()
+    # The only read of the device.
+    count, *counts = (answer if checked is None else torch.cat([answer, checked])).tolist()
+    if checked is not None:
+        sites.raise_marks(counts[volume:])
     if not 0 < volume * count < _NARROW:
         return None
+    at = TableMemory.of(volume, count)
+    memory = torch.empty(at.size, dtype=torch.int32, device=device)
     near = torch.full((volume, count), -1, dtype=torch.int32, device=device)
     keys = torch.empty(count, dtype=torch.int32, device=device)
-    indices = torch.empty((count, 1 + sites.ndim), dtype=found.indices.dtype, device=device)
-    tensors = [found.indices, found.numbers, near, keys, indices]
-    found.write([*tensors, count, *found.arguments], -(-sites.num_sites // COLUMNS))
-    return Coordinates.of_cells(indices, keys, found.shape, sites.batch_size), near
+    outputs = torch.empty((count, 1 + dims), dtype=indices.dtype, device=device)
+    write([indices, marks, near, keys, outputs, memory, at.counts, count, *numbers], blocks)
+    found = Coordinates.of_cells(outputs, keys, shape, sites.batch_size)
+    return found, _sorted(kernels, at, memory, near, counted=True), tuple(counts[:volume])
 
 
 def exchanged_table(near: Tensor, order: Tensor, inputs: int) -> Tensor | None:
     """Return (o, n) int32: the output that each of n inputs meets at each offset, or -1; see `NeighbourTable`."""
     volume, columns = near.shape
     small = 0 < volume * max(columns, inputs) < _NARROW
-    kernels = _launchers(near.device, _table_kernels) if small and columns else None
+    kernels = _launchers(near.device, _table_kernels, volume <= _NARROW_KEY) if small and columns else None
     if kernels is None:
         return None
     table = torch.full((volume, inputs), -1, dtype=torch.int32, device=near.device)
@@ -300,27 +328,25 @@ def exchanged_table(near: Tensor, order: Tensor, inputs: int) -> Tensor | None:
     return table
 
 
-def pair_lists(
-    near: Tensor, place: Tensor, parts: Tensor, filled: Tensor, count: int
-) -> tuple[Tensor, Tensor, Tensor] | None:
+def pair_lists(memory: Tensor, at: TableMemory, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the offset, the output and the input of each entry of a sorted table, (count,) int32 each.
 
     Ascending by offset, then output.
 
     Args:
-        near: (o, m) int32, sorted.
-        place: (m,) int32: the column of each output.
-        parts: (o, b) int32: entries of each offset in each block of outputs.
-        filled: (o,) int64: entries of each offset.
+        memory: of a table with counts.
+        at: where its parts begin.
         count: all entries.
     """
-    kernels = _launchers(near.device, _table_kernels) if count else None
+    kernels = _launchers(memory.device, _table_kernels, at.volume <= _NARROW_KEY) if count else None
     if kernels is None:
         return None
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
-    even = _even(count)
-    whole = torch.empty(3 * even, dtype=torch.int32, device=near.device)
-    lists = [whole.as_strided((count,), (1,), part * even) for part in range(3)]
-    (volume, blocks), columns = parts.shape, near.shape[1]
-    kernels[3]([near, place, parts, filled, *lists, columns, blocks], volume * blocks)
-    return lists[0], lists[1], lists[2]
+    even = count + 3 & -4
+    whole = torch.empty(3 * even, dtype=torch.int32, device=memory.device)
+    offset = whole.as_strided((count,), (1,), 0)
+    output = whole.as_strided((count,), (1,), even)
+    entry = whole.as_strided((count,), (1,), 2 * even)
+    numbers = [at.place, at.parts, at.counts, at.columns, at.blocks]
+    kernels[3]([memory, offset, output, entry, *numbers], at.volume * at.blocks)
+    return offset, output, entry

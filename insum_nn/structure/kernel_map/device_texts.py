@@ -30,13 +30,14 @@ _BY_OFFSETS = """    for first in range(0, volume, {offsets}):
         inside = (k < volume)[:, None] & here[None, :]
 """
 
-# Word: the offsets at which a column has an entry, as sums of `powers`; parts: entries of each offset in the block.
+# Key: the offsets at which a column has an entry, as sums of `powers`; parts: entries of each offset in the block.
 _MASKS = """        present = (got >= 0).to(tl.int32)
         power = tl.load(powers + k, mask=k < volume, other=0)
-        word += tl.sum(present * power[:, None], 0)
-        tl.store(parts + k * blocks + block, tl.sum(present, 1), mask=k < volume)
-    tl.store(words + column, word, mask=here)
+        key += tl.sum(present * power[:, None], 0)
+        entries = tl.sum(present, 1)
+        tl.store(memory + (parts + k * blocks + block), entries, mask=k < volume)
 """
+_KEYS = "    tl.store(keys + column, key, mask=here)\n"
 
 
 def _text(parameters: str, *lines: str) -> str:
@@ -73,21 +74,24 @@ def _kernel_cells(dims: int) -> str:
 
 
 def number(dims: int) -> str:
-    """Write the row of each site at its cell, and 1 at `flag` of the table where a coordinate lies outside."""
+    """Write the row of each site at its cell, and zeros to the marks and counts that `look_up` adds to."""
     return _text(
-        _list("indices", "table", "lead", "flag", "columns", "margin", _names("e", 0, dims)),
+        _list("indices", "table", "memory", "counts", "lead", "columns", "margin", "volume", _names("e", 0, dims)),
         _cells(dims),
         "    tl.store(table + (lead + cell), column, mask=here)\n",
-        "    tl.store(table + (flag + column * 0), column * 0 + 1, mask=here & outside)\n",
+        "    some = tl.arange(0, {columns})\n",
+        "    for first in range(-2, volume, {columns}):\n",
+        "        tl.store(memory + (counts + first + some), some * 0, mask=(first + some < volume) & (block == 0))\n",
     )
 
 
 def look_up(dims: int) -> str:
-    """Look up the neighbours of all sites in the table that `number` wrote, with their words and parts.
+    """Look up the neighbours of all sites in the table that `number` wrote, with their keys, parts and counts.
 
         near[k, i] = table[lead + cell[i] + step(k)]
 
-    At `flag` of the table 1 is written where the row of another site stands at a site's cell.
+    Before the counts two marks are set to 1: where a coordinate lies outside, and where the row of another site stands
+    at a site's cell.
     """
     steps = ["        step = k * 0\n"]
     for axis in range(1, dims + 1):
@@ -95,47 +99,58 @@ def look_up(dims: int) -> str:
     moves = [_names(letter, 1, dims) for letter in "ksp"]
     return _text(
         _list(
-            *("indices", "table", "near", "words", "parts", "powers", "lead", "flag", "columns", "margin"),
-            *(_names("e", 0, dims), *moves, "volume", "blocks"),
+            *("indices", "table", "near", "keys", "memory", "powers", "parts", "counts"),
+            *("lead", "columns", "margin", _names("e", 0, dims), *moves, "volume", "blocks"),
         ),
         _cells(dims),
         "    base = table + (lead + cell)\n",
         "    other = tl.load(base, mask=here, other=0) != column\n",
-        "    tl.store(table + (flag + column * 0), column * 0 + 1, mask=here & other)\n",
-        "    word = tl.zeros(({columns},), tl.int32)\n",
+        "    tl.store(memory + (counts - 2 + column * 0), column * 0 + 1, mask=here & outside)\n",
+        "    tl.store(memory + (counts - 1 + column * 0), column * 0 + 1, mask=here & other)\n",
+        "    key = tl.zeros(({columns},), tl.int32)\n",
         _BY_OFFSETS,
         _kernel_cells(dims),
         *steps,
         "        got = tl.load(base[None, :] + step[:, None], mask=inside, other=-1)\n",
         "        tl.store(near + (k[:, None] * columns + column[None, :]), got, mask=inside)\n",
         _MASKS,
+        '        tl.atomic_add(memory + (counts + k), entries, mask=k < volume, sem="relaxed")\n',
+        _KEYS,
     )
 
 
 def masks() -> str:
-    """Words and parts of a table (volume, columns)."""
+    """Keys and parts of a table (volume, columns)."""
     return _text(
-        "near, words, parts, powers, columns, volume, blocks",
-        "    word = tl.zeros(({columns},), tl.int32)\n",
+        "near, keys, memory, powers, parts, columns, volume, blocks",
+        "    key = tl.zeros(({columns},), tl.int32)\n",
         _BY_OFFSETS,
         "        got = tl.load(near + (k[:, None] * columns + column[None, :]), mask=inside, other=-1)\n",
         _MASKS,
+        _KEYS,
     )
 
 
 def permute() -> str:
     """Put the columns of a table in an order.
 
-    out[k, i] = near[k, order[i]];  rows[i] = names[order[i]];  place[order[i]] = i
+    memory[k, i] = near[k, order[i]];  rows[i] = names[order[i]];  place[order[i]] = i
+
+    `rows`, `place` and `words` begin at cells of `memory` behind the table. Where `named` is 0, `rows` is the order
+    itself. The words are the offsets of each column as bits, of no more than 31 offsets.
     """
     return _text(
-        "near, order, names, out, rows, place, columns, volume",
+        "near, order, names, memory, rows, place, words, columns, volume, named",
         "    at = tl.load(order + column, mask=here, other=0).to(tl.int32)\n",
-        "    tl.store(rows + column, tl.load(names + at, mask=here, other=0), mask=here)\n",
-        "    tl.store(place + at, column, mask=here)\n",
+        "    name = tl.load(names + at, mask=here & (named > 0), other=0)\n",
+        "    tl.store(memory + (rows + column), tl.where(named > 0, name, at), mask=here)\n",
+        "    tl.store(memory + (place + at), column, mask=here)\n",
+        "    word = tl.zeros(({columns},), tl.int32)\n",
         _BY_OFFSETS,
         "        got = tl.load(near + (k[:, None] * columns + at[None, :]), mask=inside, other=-1)\n",
-        "        tl.store(out + (k[:, None] * columns + column[None, :]), got, mask=inside)\n",
+        "        tl.store(memory + (k[:, None] * columns + column[None, :]), got, mask=inside)\n",
+        "        word += tl.sum((got >= 0).to(tl.int32) << (k & 31)[:, None], 0)\n",
+        "    tl.store(memory + (words + column), word, mask=here)\n",
     )
 
 
@@ -154,26 +169,27 @@ def exchange() -> str:
 def pairs() -> str:
     """List the entries of a table by offset, then by row: a program takes a block of rows at one offset.
 
-    Before its entries stand `filled` of earlier offsets and `parts` of earlier blocks.
+    Before its entries stand those of earlier offsets (`counts`), and of earlier blocks (`parts`). `place`, `parts` and
+    `counts` begin at cells of `memory`, whose first are the table.
     """
     return """import triton
 import triton.language as tl
 
 
 @triton.jit
-def kernel(near, place, parts, filled, offset, output, input, columns, blocks):
+def kernel(memory, offset, output, input, place, parts, counts, columns, blocks):
     k = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     row = block * {columns} + tl.arange(0, {columns})
-    at = tl.load(place + row, mask=row < columns, other=0)
-    got = tl.load(near + (k * columns + at), mask=row < columns, other=-1)
+    at = tl.load(memory + (place + row), mask=row < columns, other=0)
+    got = tl.load(memory + (k * columns + at), mask=row < columns, other=-1)
     present = (got >= 0).to(tl.int32)
     before = tl.cumsum(present, 0) - 1
     some = tl.arange(0, {columns})
     for first in range(0, k, {columns}):
-        before += tl.sum(tl.load(filled + (first + some), mask=first + some < k, other=0).to(tl.int32), 0)
+        before += tl.sum(tl.load(memory + (counts + first + some), mask=first + some < k, other=0), 0)
     for first in range(0, block, {columns}):
-        before += tl.sum(tl.load(parts + (k * blocks + first + some), mask=first + some < block, other=0), 0)
+        before += tl.sum(tl.load(memory + (parts + k * blocks + first + some), mask=first + some < block, other=0), 0)
     tl.store(offset + before, row * 0 + k, mask=got >= 0)
     tl.store(output + before, row, mask=got >= 0)
     tl.store(input + before, got, mask=got >= 0)
@@ -219,15 +235,16 @@ def _landing(dims: int, kind: Literal["conv", "transpose"]) -> str:
 
 def _movement(dims: int) -> list[str]:
     names = [_names("e", 0, dims), *(_names(letter, 1, dims) for letter in "mkspg")]
-    return ["columns", "margin", *(each for some in names for each in some), "volume"]
+    return ["cells", "columns", "margin", *(each for some in names for each in some), "volume"]
 
 
 def mark(dims: int, kind: Literal["conv", "transpose"]) -> str:
-    """Write 1 at each cell that a kernel reaches."""
+    """Write 1 at each of the `cells` that a kernel reaches; behind them, count for each offset how often it does."""
     return _text(
         _list("indices", "marks", _movement(dims)),
         _landing(dims, kind),
         "        tl.store(marks + key, key * 0 + 1, mask=reached)\n",
+        '        tl.atomic_add(marks + (cells + k), tl.sum(reached.to(tl.int32), 1), mask=k < volume, sem="relaxed")\n',
     )
 
 
@@ -235,17 +252,21 @@ def write(dims: int, kind: Literal["conv", "transpose"]) -> str:
     """Write the table of a kernel, and the cells and coordinates of its `count` outputs, whose numbers cells hold.
 
     table[k, number] = row;  keys[number] = key;  outputs[number, j] = place j
+
+    The counts behind the cells are copied to `counts`, a cell of `memory`.
     """
     stores = [
         f"        tl.store(outputs + (number * {dims + 1} + {axis}), place{axis}, mask=reached)\n"
         for axis in range(dims + 1)
     ]
     return _text(
-        _list("indices", "numbers", "table", "keys", "outputs", "count", _movement(dims)),
+        _list("indices", "numbers", "table", "keys", "outputs", "memory", "counts", "count", _movement(dims)),
         _landing(dims, kind),
         "        number = tl.load(numbers + key, mask=reached, other=1) - 1\n",
         "        rows = column[None, :] + k[:, None] * 0\n",
         "        tl.store(table + (k[:, None] * count + number), rows, mask=reached)\n",
         "        tl.store(keys + number, key, mask=reached)\n",
         *stores,
+        "        reaching = tl.load(numbers + (cells + k), mask=k < volume, other=0)\n",
+        "        tl.store(memory + (counts + k), reaching, mask=(k < volume) & (block == 0))\n",
     )

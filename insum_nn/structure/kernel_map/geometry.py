@@ -38,6 +38,9 @@ class Geometry:
         dilation: d steps between kernel cells.
         output_padding: d; added to the shape of a transposed convolution's output.
         volume: kernel offsets, `o`.
+        reach: of `"subm"`: the widest step along an axis from a voxel to another that it meets.
+        is_pointwise: every output voxel is the input voxel of the same row.
+        is_mirrored: the kernel is a submanifold one whose middle cell lies on the voxel: its own mirror.
     """
 
     kind: MapKind
@@ -47,9 +50,19 @@ class Geometry:
     dilation: tuple[int, ...]
     output_padding: tuple[int, ...]
     volume: int = field(init=False, repr=False, compare=False)
+    reach: int = field(init=False, repr=False, compare=False)
+    is_pointwise: bool = field(init=False, repr=False, compare=False)
+    is_mirrored: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "volume", math.prod(self.kernel_size))
+        volume = math.prod(self.kernel_size)
+        axes = [*zip(self.kernel_size, self.padding, self.dilation, strict=True)]
+        moved = any(self.padding) or any(self.output_padding) or any(step != 1 for step in self.stride)
+        mirrored = self.kind == "subm" and all(size % 2 and pad == size // 2 * step for size, pad, step in axes)
+        object.__setattr__(self, "volume", volume)
+        object.__setattr__(self, "reach", max(max(abs(pad), abs((size - 1) * step - pad)) for size, pad, step in axes))
+        object.__setattr__(self, "is_pointwise", volume == 1 and not moved)
+        object.__setattr__(self, "is_mirrored", mirrored)
 
     @classmethod
     def of(
@@ -88,18 +101,6 @@ class Geometry:
         if transposed:
             return _same(cls("transpose", *moves, zeros if output_padding is None else tuple(output_padding)))
         return _same(cls("conv", *moves, zeros))
-
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether every output voxel is the input voxel of the same row."""
-        ones = self.volume == 1 and all(step == 1 for step in self.stride)
-        return ones and not any(self.padding) and not any(self.output_padding)
-
-    @property
-    def is_mirrored(self) -> bool:
-        """Whether the kernel is a submanifold one whose middle cell lies on the voxel: its own mirror."""
-        parts = zip(self.kernel_size, self.padding, self.dilation, strict=True)
-        return self.kind == "subm" and all(size % 2 and pad == size // 2 * step for size, pad, step in parts)
 
 
 @lru_cache(maxsize=256)

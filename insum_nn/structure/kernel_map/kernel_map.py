@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.structure.constants import plain_tensors
+from insum_nn.structure.constants import plain_integers
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map.geometry import ConvAlgo, Geometry
 from insum_nn.structure.kernel_map.tables import (
@@ -76,10 +76,18 @@ class KernelMap:
 
     @classmethod
     def of_table(
-        cls, inputs: Coordinates, outputs: Coordinates, geometry: Geometry, table: NeighbourTable
+        cls,
+        inputs: Coordinates,
+        outputs: Coordinates,
+        geometry: Geometry,
+        table: NeighbourTable,
+        counts: tuple[int, ...] | None = None,
     ) -> KernelMap:
-        """Return the map of a table of neighbours."""
-        return cls(inputs, outputs, geometry, _cache={("table", False): table})
+        """Return the map of a table of neighbours; `counts`: the pairs of each offset, where they are known."""
+        cache: dict[tuple[str, bool], Any] = {("table", False): table}
+        if counts is not None:
+            cache["counts", False] = counts
+        return cls(inputs, outputs, geometry, _cache=cache)
 
     def __repr__(self) -> str:
         return (
@@ -110,8 +118,7 @@ class KernelMap:
         key = name, self.inverted and not both
         found: Kept | None = self._cache.get(key)
         if found is None:
-            with plain_tensors(self.inputs.indices):
-                found = self._cache[key] = make()
+            found = self._cache[key] = plain_integers(make, self.inputs.indices)
         return found
 
     @property
@@ -141,22 +148,33 @@ class KernelMap:
     @property
     def filled(self) -> Tensor:
         """(o,) int64: pairs of each offset; `counts` as numbers."""
+        return self.lengths.long()
+
+    @property
+    def lengths(self) -> Tensor:
+        """`filled` in int32 or int64."""
         groups = self._cache.get(("groups", False))
         if groups is not None:
             return groups.filled
-        return self._kept("filled", lambda: self._cache["table", False].filled, both=True)
+        return self._kept("lengths", lambda: self._cache["table", False].counts, both=True)
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Pairs of each offset; read from the device once, where the builder did not have to."""
+        found = self._cache.get(("counts", False))
+        if type(found) is tuple:
+            return found
         groups = self._cache.get(("groups", False))
         if groups is not None and groups.counts is not None:
             return groups.counts
-        return tuple(self.send_counts()())
+        self.send_counts()
+        found = self._cache["counts", False] = tuple(self._cache["counts", False]())
+        return found
 
-    def send_counts(self) -> Callable[[], list[int]]:
+    def send_counts(self) -> None:
         """Have `counts` sent to the host, so that who asks for them later does not wait for what was queued since."""
-        return self._kept("counts", lambda: read_later(self.filled), both=True)
+        if ("counts", False) not in self._cache:
+            self._kept("counts", lambda: read_later(self.lengths), both=True)
 
     def _cached_counts(self) -> tuple[Tensor, tuple[int, ...]] | None:
         """Return the pair count of each offset on a GPU; on a CPU they are not needed before the pairs are found."""
@@ -196,8 +214,10 @@ class KernelMap:
         groups = self._cache.get(("groups", False))
         if groups is not None:
             return list_of_groups(groups)
-        cached, table = self._cached_counts(), self._cache["table", False]
-        return list_of_table(table.neighbours) if cached is None else table.pair_list(cached[0], sum(cached[1]))
+        table: NeighbourTable = self._cache["table", False]
+        if torch.compiler.is_compiling() or self.device.type == "cpu":
+            return list_of_table(table.neighbours)
+        return table.pair_list(sum(self.counts))
 
     @property
     def calls(self) -> dict[Any, Any]:
@@ -241,10 +261,16 @@ class KernelMap:
         """
         return self._kept("table", self._table)
 
+    @property
+    def inverse_table(self) -> NeighbourTable:
+        """`map.inverse.table`."""
+        found = self._cache.get(("table", not self.inverted))
+        return self.inverse.table if found is None else found
+
     def _table(self) -> NeighbourTable:
-        if self.inverted and self.geometry.is_mirrored:
-            return self.inverse.table.mirrored()
         cached = self._cache.get(("table", not self.inverted))
+        if self.inverted and self.geometry.is_mirrored:
+            return (self.inverse.table if cached is None else cached).mirrored()
         if cached is not None:
             return order_by_mask(cached.exchanged(self.num_outputs))
         rows = self._cache.get(("neighbours", self.inverted))

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.structure.kernel_map.device_kernels import SortedTable, exchanged_table, pair_lists, sorted_table
+from insum_nn.structure.kernel_map.device_kernels import (
+    SortedTable,
+    TableMemory,
+    exchanged_table,
+    pair_lists,
+    sorted_table,
+)
 from insum_nn.structure.kernel_map.mask_bits import MASK_BITS, compared_offsets
 from insum_nn.structure.kernel_map.traced import groups_in_graph
 from insum_nn.structure.site_grid import first_rows
@@ -223,8 +229,10 @@ class NeighbourTable:
         order: (m,) int32.
         sorted_neighbours: (o, m) int32, contiguous.
         words: (m,) int32: the masks in that order, where they hold all offsets and are known.
-        place: (m,) int32: the column of each output, the inverse of `order`; where it is known.
-        parts: (o, b) int32: pairs of each offset in each block of so many outputs as a program takes; with `place`.
+        memory: of a table that hand-written kernels sorted, and whose columns were the outputs before: the table, and
+            what `at` says of it.
+        at: where its parts begin.
+        counted: it has the pairs of each offset.
 
     >>> rows = torch.tensor([[-1, 0, -1], [0, 1, 2], [1, -1, -1]], dtype=torch.int32)
     >>> table = order_by_mask(rows)
@@ -235,15 +243,16 @@ class NeighbourTable:
     order: Tensor
     sorted_neighbours: Tensor
     words: Tensor | None = None
-    place: Tensor | None = None
-    parts: Tensor | None = None
+    memory: Tensor | None = None
+    at: TableMemory | None = None
+    counted: bool = False
 
     @classmethod
     def of_sorted(cls, found: SortedTable, *, named: bool = False) -> NeighbourTable:
         """Return the table that hand-written kernels sorted; `named`: before that, column i was not output i."""
-        order, near, words, place, parts = found
-        known = None if near.shape[0] > MASK_BITS else words
-        return cls(order, near, known) if named else cls(order, near, known, place, parts)
+        order, near, words, memory, at, counted = found
+        known = None if at[0] > MASK_BITS else words
+        return cls(order, near, known) if named else cls(order, near, known, memory, at, counted)
 
     @classmethod
     def identity(cls, outputs: int, device: torch.device) -> NeighbourTable:
@@ -252,9 +261,12 @@ class NeighbourTable:
         return cls(rows, rows[None], torch.ones_like(rows))
 
     @property
-    def filled(self) -> Tensor:
-        """(o,) int64: pairs of each offset."""
-        return (self.sorted_neighbours >= 0).sum(1) if self.parts is None else self.parts.sum(1)
+    def counts(self) -> Tensor:
+        """(o,) int32 or int64: pairs of each offset."""
+        memory, at = self.memory, self.at
+        if memory is None or at is None or not self.counted:
+            return (self.sorted_neighbours >= 0).sum(1)
+        return memory.as_strided((at.volume,), (1,), at.counts)
 
     @property
     def num_offsets(self) -> int:
@@ -269,20 +281,16 @@ class NeighbourTable:
     @property
     def neighbours(self) -> Tensor:
         """(o, m) int32: the columns in the order of the outputs' rows; not kept."""
-        if self.place is not None:
-            return self.sorted_neighbours.index_select(1, self.place)
+        memory, at = self.memory, self.at
+        if memory is not None and at is not None:
+            return self.sorted_neighbours.index_select(1, memory.as_strided((at.columns,), (1,), at.place))
         return torch.empty_like(self.sorted_neighbours).index_copy_(1, self.order.long(), self.sorted_neighbours)
 
-    def pair_list(self, filled: Tensor, count: int) -> dict[str, Tensor]:
-        """Return `list_of_table` of these neighbours.
-
-        Args:
-            filled: (o,) int64: pairs of each offset.
-            count: all pairs.
-        """
-        lists = None
-        if self.place is not None and self.parts is not None:
-            lists = pair_lists(self.sorted_neighbours, self.place, self.parts, filled, count)
+    def pair_list(self, count: int) -> dict[str, Tensor]:
+        """Return `list_of_table` of these neighbours, of which there are so many."""
+        lists, memory, at = None, self.memory, self.at
+        if memory is not None and at is not None and self.counted:
+            lists = pair_lists(memory, at, count)
         if lists is None:
             return list_of_table(self.neighbours, count)
         return {"Off": lists[0], "OutIdx": lists[1], "InIdx": lists[2]}

@@ -77,7 +77,7 @@ def by_torch() -> Generator[None]:
 
 def made_by_kernels(near: KernelMap) -> bool:
     """Whether its table was sorted by hand-written kernels, with columns in the order of rows."""
-    return near.table.parts is not None
+    return near.table.memory is not None
 
 
 def _parts(near: KernelMap) -> dict[str, Tensor | None]:
@@ -98,11 +98,13 @@ def both(sites: Coordinates, how: Geometry, *, proven: bool) -> KernelMap:
     got = build_kernel_map(fresh(), how, proven=proven)
     mine = _parts(got)
     with by_torch():
-        theirs = _parts(build_kernel_map(fresh(), how, proven=proven))
+        other = build_kernel_map(fresh(), how, proven=proven)
+        theirs = _parts(other)
+    assert got.counts == other.counts == tuple(got.filled.tolist())
     for name, part in theirs.items():
-        other = mine[name]
-        assert (part is None) == (other is None), name
-        assert part is None or other is None or (torch.equal(part, other) and part.dtype == other.dtype), name
+        own = mine[name]
+        assert (part is None) == (own is None), name
+        assert part is None or own is None or (torch.equal(part, own) and part.dtype == own.dtype), name
     for name in ("order", "near", "InIdx"):
         held = mine[name]
         assert held is None or held.data_ptr() % 16 == 0

@@ -12,6 +12,7 @@ from triton.runtime.errors import InterpreterError
 from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap, build_kernel_map, device_kernels
+from insum_nn.structure.kernel_map.device_kernels import TableMemory
 from insum_nn.structure.kernel_map.tables import order_by_mask
 from tests.compiler.interpreted import interpreter
 from tests.device_calls import DeviceCalls, device_calls
@@ -59,8 +60,8 @@ def test_blocks_of_columns_are_joined():
     count = 2 * device_kernels.COLUMNS + 60
     sites = random_sites((40, 40), 1, count)
     near = pretended(sites, geometry("subm", (3, 3)), proven=True)
-    assert near.table.parts is not None
-    assert near.table.parts.shape[1] == 3
+    assert near.table.memory is not None
+    assert TableMemory.of(*near.table.sorted_neighbours.shape).blocks == 3
 
 
 def test_offsets_are_compared_in_part():
@@ -141,8 +142,8 @@ def test_a_table_is_sorted_and_exchanged():
             got = order_by_mask(near, rows)
             with by_torch():
                 want = order_by_mask(near, rows)
-        assert (got.parts is None) == (rows is not None)
-        assert want.parts is None
+        assert (got.memory is None) == (rows is not None)
+        assert want.memory is None
         for name in ("order", "sorted_neighbours", "words", "neighbours"):
             assert torch.equal(getattr(got, name), getattr(want, name)), name
 
@@ -157,7 +158,7 @@ def test_kernels_go_on_with_what_torchs_operators_began():
             inverse = want.inverse.table
         assert not near.is_contiguous()
         got = order_by_mask(near)
-    assert got.parts is not None
+    assert got.memory is not None
     assert torch.equal(got.sorted_neighbours, inverse.sorted_neighbours)
     assert torch.equal(got.order, inverse.order)
 
@@ -166,12 +167,12 @@ def test_traced_tensors_are_left_to_torchs_operators():
     """They have no memory; and kernels would have no place in the graph."""
     near = torch.zeros(4, 9, dtype=torch.int32)
     with pretended_gpu():
-        assert order_by_mask(near).parts is not None
+        assert order_by_mask(near).memory is not None
         seen: list[bool] = []
 
         def traced(near: torch.Tensor) -> torch.Tensor:
             table = order_by_mask(near)
-            seen.append(table.parts is None)
+            seen.append(table.memory is None)
             return table.exchanged(12)
 
         graph = make_fx(traced)(near)

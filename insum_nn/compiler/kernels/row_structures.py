@@ -1,7 +1,7 @@
-"""Divided rows as ranges, written on the device by one kernel that is written by hand.
+"""What is made of an index tensor, by one kernel that is written by hand: rows divided into ranges, and bitmasks.
 
-The host knows the lengths of the rows, so it knows how many ranges there are. To compute and send them all would take
-it several times as long as a launch, at every new index tensor.
+Of rows the host knows the lengths, so it knows how many ranges there are. To compute and send them all would take it
+several times as long as a launch, and so would torch's operators for bitmasks, at every new index tensor.
 """
 
 from __future__ import annotations
@@ -12,13 +12,38 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
+from insum_nn.compiler.passes.tile import WORD_BITS
 
-__all__ = ["divide_rows"]
+__all__ = ["divide_rows", "row_bitmasks"]
 
 # Rows, and ranges of a row, that a program looks at together.
 _BLOCK = 256
+# Columns of an index tensor that a program takes, and rows that it takes at a time.
+_COLUMNS = 512
+_ROWS = 8
+# Entries that 32 bits number, and a block more.
+_NARROW = (1 << 31) - (1 << 16)
+_POINTERS = {torch.int32: "*i32", torch.int64: "*i64"}
 
-_TEXT = f"""import triton
+_BITMASKS = f"""import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(index, words, rows, columns, blocks):
+    word = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * {_COLUMNS} + tl.arange(0, {_COLUMNS})
+    found = tl.zeros(({_COLUMNS},), tl.int32)
+    for first in range(0, {WORD_BITS}, {_ROWS}):
+        bit = first + tl.arange(0, {_ROWS})
+        row = word * {WORD_BITS} + bit
+        inside = ((bit < {WORD_BITS}) & (row < rows))[:, None] & (column < columns)[None, :]
+        entry = tl.load(index + (row[:, None] * columns + column[None, :]), mask=inside, other=-1)
+        found += tl.sum((entry >= 0).to(tl.int32) << bit[:, None], 0)
+    tl.store(words + (word * columns + column), found, mask=column < columns)
+"""
+
+_DIVIDED = f"""import triton
 import triton.language as tl
 
 
@@ -53,16 +78,40 @@ def kernel(lengths, begin, end, target, row_of, divided, first, chunk):
 """
 
 
-@lru_cache(maxsize=1)
-def _kernels() -> WrittenKernels:
-    return WrittenKernels([WrittenKernel(_TEXT, ("*i64", *["*i32"] * 4, "*i64", "*i64", None))])
+@lru_cache(maxsize=2)
+def _dividing(dtype: torch.dtype) -> WrittenKernels:
+    return WrittenKernels([WrittenKernel(_DIVIDED, (_POINTERS[dtype], *["*i32"] * 4, "*i64", "*i64", None))])
+
+
+@lru_cache(maxsize=2)
+def _masking(dtype: torch.dtype) -> WrittenKernels:
+    return WrittenKernels([WrittenKernel(_BITMASKS, (_POINTERS[dtype], "*i32", None, None, None))])
+
+
+def row_bitmasks(index: Tensor) -> Tensor | None:
+    """Return which rows of a contiguous index tensor (k, i) have an entry in each of its columns.
+
+    Returns:
+        (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one. `None`: the kernel cannot be
+        launched, or not yet.
+    """
+    rows, columns = index.shape
+    if not 0 < rows * columns < _NARROW or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    launchers = _masking(index.dtype).launchers(index.device)
+    if launchers is None:
+        return None
+    count, blocks = -(-rows // WORD_BITS), -(-columns // _COLUMNS)
+    words = torch.empty((count, columns), dtype=torch.int32, device=index.device)
+    launchers[0]([index, words, rows, columns, blocks], count * blocks)
+    return words
 
 
 def divide_rows(lengths: Tensor, chunk: int, ranges: int, divided: int) -> tuple[Tensor, ...] | None:
     """Divide rows, of which the first begins at the first term, into ranges of at most `chunk` terms.
 
     Args:
-        lengths: (rows,) int64: terms of each row, of which there are less than 2^31 with a chunk more.
+        lengths: (rows,) int32 or int64: terms of each row, of which there are less than 2^31 with a chunk more.
         chunk: most terms in a range.
         ranges: how many ranges there are; a row without terms has one.
         divided: rows with several.
@@ -71,7 +120,7 @@ def divide_rows(lengths: Tensor, chunk: int, ranges: int, divided: int) -> tuple
         `begin`, `end`, `target`, `row_of` (int32), `divided` and `first` (int64) of a `RowPartition`; `None`: the
         kernel cannot be launched, or not yet.
     """
-    launchers = _kernels().launchers(lengths.device)
+    launchers = _dividing(lengths.dtype).launchers(lengths.device)
     if launchers is None:
         return None
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
