@@ -196,7 +196,7 @@ def test_large_maps_and_graphs_are_printed_where_others_take_a_table(monkeypatch
 
     assert ran_by(monkeypatch, lambda: layer(*inputs)) == [table]
     assert ran_by(monkeypatch, lambda: make_fx(layer)(*inputs)) == [pairs]
-    monkeypatch.setattr(sys.modules["insum_nn.ops.sparse_conv_table"], "MOST_ENTRIES", 1)
+    monkeypatch.setattr(sys.modules["insum_nn.ops.sparse_conv"], "MOST_ENTRIES", 1)
     assert ran_by(monkeypatch, lambda: layer(*inputs)) == [pairs]
 
 

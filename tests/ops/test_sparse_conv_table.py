@@ -16,14 +16,13 @@ from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.errors import InsumDtypeError, InsumRangeError
 from insum_nn.layers.voxel.conv import SubMConv3d
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
-from insum_nn.ops import sparse_conv_table
 from insum_nn.ops.sparse_conv import (
     SPARSE_CONV,
     SPARSE_CONV_GROUPS,
     sparse_conv,
     sparse_conv_expression,
+    table_statement,
 )
-from insum_nn.ops.sparse_conv_table import table_statement
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 from insum_nn.structure.kernel_map.build import build_kernel_map
@@ -35,6 +34,8 @@ from tests.ops.test_sparse_conv import label, operands
 
 __all__ = ["interpreter"]
 
+# `insum_nn.ops.sparse_conv` is also the function of that name.
+CONV = sys.modules["insum_nn.ops.sparse_conv"]
 EAGER = Options(backend="eager")
 TRITON = Options(backend="triton", tune=False)
 TABLE = "Out[Order[i],d] += In[Near[k,i],c] * W[d,k,c]"
@@ -62,7 +63,7 @@ CASES = [
 def ran(monkeypatch):
     """All devices and backends go by the table; the statements that ran are listed."""
     statements: list[str] = []
-    inner = sparse_conv_table._Conv.call
+    inner = CONV._Conv.call
 
     def watch(*given):
         call = inner(*given)
@@ -70,7 +71,7 @@ def ran(monkeypatch):
         return call
 
     monkeypatch.setattr(statement_choice, "_everywhere", True)
-    monkeypatch.setattr(sparse_conv_table._Conv, "call", watch)
+    monkeypatch.setattr(CONV._Conv, "call", watch)
     return statements
 
 
@@ -248,7 +249,7 @@ def test_tables_too_large_leave_the_pairs(ran, monkeypatch):
     features, weight, bias = operands(near.inputs, near.geometry, 1)
     want = sparse_conv(features, weight, near, bias, options=EAGER)
     assert ran == [TABLE]
-    monkeypatch.setattr(sparse_conv_table, "MOST_ENTRIES", 9 * 20 - 1)
+    monkeypatch.setattr(CONV, "MOST_ENTRIES", 9 * 20 - 1)
     # What was chosen for a map stays.
     near = build_kernel_map(near.inputs, near.geometry)
     found = []

@@ -200,7 +200,11 @@ class KernelMap:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The index tensors by their names in expressions."""
-        return {"Off": self.offset, "InIdx": self.in_index, "OutIdx": self.out_index}
+        groups = self._groups
+        read, written = groups.in_index, groups.out_index
+        if self.inverted:
+            read, written = written, read
+        return {"Off": groups.offset, "InIdx": read, "OutIdx": written}
 
     @property
     def pair_list(self) -> Mapping[str, Tensor]:
