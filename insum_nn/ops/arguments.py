@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError, plural
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
 from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import to_autocast, under_autocast
@@ -17,7 +17,6 @@ __all__ = [
     "FORMATS",
     "Operand",
     "check_mode",
-    "is_vector",
     "matrix_layout",
     "named_tensors",
     "require_format",
@@ -89,7 +88,7 @@ def matrix_layout(matrix: SparseFormat, caller: str, argument: str) -> str:
     require_format(matrix, caller, argument)
     if matrix.ndim != 2:
         raise InsumShapeError(
-            f"{caller} takes a matrix for '{argument}', got {_counted(matrix.ndim, 'dimension')}",
+            f"{caller} takes a matrix for '{argument}', got {plural(matrix.ndim, 'dimension')}",
             details=[f"expected shape (m, k); got {matrix.shape}"],
             fix="use ttm or mttkrp for tensors of more dimensions.",
             argument=argument,
@@ -204,7 +203,7 @@ class _Check(Faults):
         shape, expected = tuple(tensor.shape), self.shown(axes)
         details = [f"expected {argument} ({symbol}) of shape {expected}; got {shape}"]
         if len(shape) != len(axes):
-            message = f"must have {_counted(len(axes), 'dimension')}, got {len(shape)}"
+            message = f"must have {plural(len(axes), 'dimension')}, got {len(shape)}"
             fix = f"reshape {argument} to {expected}."
             self.add(
                 InsumShapeError,
@@ -233,12 +232,3 @@ class _Check(Faults):
             known = self.extents[letter][1] if extent is None and letter in self.extents else extent
             parts.append(letter if known is None else str(known))
         return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def is_vector(value: object) -> bool:
-    """Return whether a value is a tensor of one dimension."""
-    return isinstance(value, Tensor) and value.ndim == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from insum_nn.compiler.api import Program, built_program, is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.formats import BlockFormat, SparseFormat
-from insum_nn.ops.arguments import Operand, is_vector, matrix_layout, named_tensors
+from insum_nn.ops.arguments import Operand, matrix_layout, named_tensors
 from insum_nn.ops.custom import registered
 from insum_nn.ops.statements import pad_axis, run
 
@@ -85,7 +85,7 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
 
 def _checked(matrix: SparseFormat, dense: Tensor, options: Options) -> Tensor:
     expression = spmm_expression(matrix)
-    vector = is_vector(dense)
+    vector = isinstance(dense, Tensor) and dense.ndim == 1  # pyright: ignore[reportUnnecessaryIsInstance]
     if vector:
         # A matrix of one column.
         dense = dense.unsqueeze(1)
