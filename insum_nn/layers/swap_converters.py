@@ -43,14 +43,14 @@ def _gcn_conv(module: Any) -> nn.Module:
     return new
 
 
-def _tensor_product(module: Any) -> nn.Module:
-    ours = importlib.import_module("insum_nn.layers.equivariant.tensor_product").TensorProduct
-    return ours.from_e3nn(module)
+def _equivariant(file: str, kind: str, method: str = "from_e3nn") -> Converter:
+    """Return what makes an equivariant layer by a method of its class."""
 
+    def convert(module: Any) -> nn.Module:
+        ours = getattr(importlib.import_module(f"insum_nn.layers.equivariant.{file}"), kind)
+        return getattr(ours, method)(module)  # type: ignore[no-any-return]
 
-def _nequip_convolution(module: Any) -> nn.Module:
-    ours = importlib.import_module("insum_nn.layers.equivariant.tensor_product_scatter").TensorProductScatter
-    return ours.from_nequip(module)  # type: ignore[no-any-return]
+    return convert
 
 
 def _mace_convolution(module: Any) -> nn.Module:
@@ -58,17 +58,6 @@ def _mace_convolution(module: Any) -> nn.Module:
     if module.shared_weights:
         raise NotConvertible("its weights do not belong to edges")
     return ours(module)  # type: ignore[no-any-return]
-
-
-def _around_products(name: str) -> Converter:
-    """Return what makes one of the layers that stand around e3nn's tensor products."""
-    kind = {"linear": "Linear", "gate": "Gate", "spherical_harmonics": "SphericalHarmonics"}[name]
-
-    def convert(module: Any) -> nn.Module:
-        ours = getattr(importlib.import_module(f"insum_nn.layers.equivariant.{name}"), kind)
-        return ours.from_e3nn(module)  # type: ignore[no-any-return]
-
-    return convert
 
 
 def _spconv_convolution(module: Any) -> nn.Module:
@@ -157,14 +146,16 @@ def _names(prefix: str, kinds: Sequence[str], dims: Sequence[int]) -> list[str]:
 
 def _known() -> dict[str, Converter]:
     found: dict[str, Converter] = {"torch_geometric.nn.conv.gcn_conv.GCNConv": _gcn_conv}
-    found["e3nn.o3._tensor_product._tensor_product.TensorProduct"] = _tensor_product
-    for name in ("FullyConnected", "Elementwise", "Full"):
-        found[f"e3nn.o3._tensor_product._sub.{name}TensorProduct"] = _tensor_product
-    found["e3nn.o3._tensor_product._sub.TensorSquare"] = _tensor_product
-    found["e3nn.o3._linear.Linear"] = _around_products("linear")
-    found["e3nn.o3._spherical_harmonics.SphericalHarmonics"] = _around_products("spherical_harmonics")
-    found["e3nn.nn._gate.Gate"] = _around_products("gate")
-    found["nequip.nn._tp_scatter_base.TensorProductScatter"] = _nequip_convolution
+    kinds = ("FullyConnectedTensorProduct", "ElementwiseTensorProduct", "FullTensorProduct", "TensorSquare")
+    products = ["_tensor_product.TensorProduct", *(f"_sub.{kind}" for kind in kinds)]
+    product = _equivariant("tensor_product", "TensorProduct")
+    found |= dict.fromkeys([f"e3nn.o3._tensor_product.{name}" for name in products], product)
+    found["e3nn.o3._linear.Linear"] = _equivariant("linear", "Linear")
+    harmonics = _equivariant("spherical_harmonics", "SphericalHarmonics")
+    found["e3nn.o3._spherical_harmonics.SphericalHarmonics"] = harmonics
+    found["e3nn.nn._gate.Gate"] = _equivariant("gate", "Gate")
+    scatter = _equivariant("tensor_product_scatter", "TensorProductScatter", "from_nequip")
+    found["nequip.nn._tp_scatter_base.TensorProductScatter"] = scatter
     for name in ("", "Residual", "Density", "DensityResidual", "AttResidual", "ResidualNonLinear"):
         found[f"mace.modules.blocks.RealAgnostic{name}InteractionBlock.conv_tp"] = _mace_convolution
     kinds = ("SubMConv", "SparseConv", "SparseInverseConv", "SparseConvTranspose")

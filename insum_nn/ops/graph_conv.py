@@ -26,7 +26,7 @@ from insum_nn.compiler.api import (
 )
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.dtypes import wide_dtype
-from insum_nn.errors import InsumDeviceError, InsumShapeError
+from insum_nn.errors import InsumDeviceError
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.graph_matrix import (
     CARRY,
@@ -47,6 +47,7 @@ from insum_nn.structure.gcn_norm import by_degrees, inverse_root
 from insum_nn.structure.graph_entries import (
     check_edge_index,
     check_edge_weight,
+    check_square,
     edge_entries,
     entry_weights,
 )
@@ -352,14 +353,8 @@ def _agree_with(x: Tensor, adjacency: Adjacency) -> Tensor:
             details=[f"x is on {x.device}, the adjacency on {value.device}"],
             fix=f"move its tensors to '{x.device}', or build it from an edge_index that is there.",
         )
-    if nodes != adjacency.num_nodes:
-        raise InsumShapeError(
-            "the adjacency does not fit the node features",
-            details=[f"expected a row of features for each of {adjacency.num_nodes} nodes; got {nodes}"],
-            fix="pass one row of features per node of the graph.",
-            expected=adjacency.num_nodes,
-            got=nodes,
-        )
+    if nodes != (rows := adjacency.num_nodes):
+        check_square(rows, rows, nodes)
     return _to_product_dtype(x, value)
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "Loops",
     "check_edge_index",
     "check_edge_weight",
+    "check_square",
     "edge_entries",
     "entry_weights",
 ]
@@ -117,6 +118,22 @@ def check_edge_weight(edge_weight: Tensor, num_edges: int, *, normalized: bool =
             got=tuple(edge_weight.shape),
         )
     return edge_weight
+
+
+def check_square(rows: int | None, cols: int | None, num_nodes: int) -> None:
+    """Raise unless an adjacency has a row and a column per node, as far as its extents are known.
+
+    Raises:
+        InsumShapeError: it has others.
+    """
+    if (rows is not None and rows != num_nodes) or (cols is not None and cols != num_nodes):
+        raise InsumShapeError(
+            "the adjacency does not fit the node features",
+            details=[f"expected ({num_nodes}, {num_nodes}), a row and a column per node; got ({rows}, {cols})"],
+            fix="pass one row of features per node of the graph.",
+            expected=num_nodes,
+            got=(rows, cols),
+        )
 
 
 def edge_entries(

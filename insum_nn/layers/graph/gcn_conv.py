@@ -19,7 +19,7 @@ from insum_nn.ops.statements import static_shape, untraced
 from insum_nn.structure.adjacency import Adjacency
 from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import gcn_norm
-from insum_nn.structure.graph_entries import Flow, Loops
+from insum_nn.structure.graph_entries import Flow, Loops, check_square
 from insum_nn.tensor_cache import forget
 
 try:
@@ -311,14 +311,14 @@ class GCNConv(peer.GCNConv, StatementLayer):
     ) -> tuple[Tensor, Tensor | None, Loops]:
         """Return a graph in any form as an edge list, its weights, and how it is given self-loops."""
         if isinstance(edge_index, SparseTensor):
-            _check_square(edge_index.size(0), edge_index.size(1), num_nodes)
+            check_square(edge_index.size(0), edge_index.size(1), num_nodes)
             return *edges_of_sparse_tensor(edge_index, dtype, normalize), "replaced"
         if edge_index.layout in _SPARSE:
-            _check_square(edge_index.size(0), edge_index.size(1), num_nodes)
+            check_square(edge_index.size(0), edge_index.size(1), num_nodes)
             return *edges_of_adjacency(edge_index), "more"
         if isinstance(edge_index, EdgeIndex):
             if not normalize:
-                _check_square(edge_index.num_rows, edge_index.num_cols, num_nodes)
+                check_square(edge_index.num_rows, edge_index.num_cols, num_nodes)
             edge_index = edge_index.as_tensor()
         return edge_index, edge_weight, "remaining"
 
@@ -356,18 +356,6 @@ class GCNConv(peer.GCNConv, StatementLayer):
             matrix = Adjacency.from_edges(edges, weight, num_nodes, flow=cast("Flow", self.flow), normalize=False)
         self._cached_adjacency = edge_index, matrix
         return matrix
-
-
-def _check_square(rows: int | None, cols: int | None, num_nodes: int) -> None:
-    for extent in (rows, cols):
-        if extent is not None and extent != num_nodes:
-            raise InsumShapeError(
-                "the adjacency does not fit the node features",
-                details=[f"expected ({num_nodes}, {num_nodes}), a row and a column per node; got ({rows}, {cols})"],
-                fix="pass one row of features per node of the graph.",
-                expected=num_nodes,
-                got=(rows, cols),
-            )
 
 
 def _node_rows(dense: Tensor, node_dim: int) -> tuple[Tensor, Any]:
