@@ -417,7 +417,7 @@ def _check_static(indices: Tensor, spatial_shape: tuple[int, ...], batch_size: i
             expected=len(spatial_shape) + 1,
             got=tuple(indices.shape),
         )
-    if not spatial_shape or any(not 0 < extent <= MAX_EXTENT for extent in spatial_shape):
+    if not spatial_shape or min(spatial_shape) < 1 or max(spatial_shape) > MAX_EXTENT:
         raise InsumShapeError(
             f"'spatial_shape' is {spatial_shape}",
             details=[f"expected one extent or more, each from 1 to {MAX_EXTENT}"],

@@ -67,13 +67,13 @@ class TableMemory(NamedTuple):
 
     @staticmethod
     def of(volume: int, columns: int) -> TableMemory:
-        """Return that of a table; all begins at multiples of 16 bytes, but the counts."""
+        """Return that of a table; all begins at multiples of 16 bytes, as machine code of kernels takes for granted."""
         blocks = -(-columns // COLUMNS)
         rows = volume * columns + 3 & -4
         place = rows + columns + 3 & -4
         words = place + columns + 3 & -4
         parts = words + columns + 3 & -4
-        counts = parts + volume * blocks + 2
+        counts = parts + volume * blocks + 2 + 3 & -4
         # A call of the class is one of Python's functions.
         return tuple.__new__(TableMemory, (volume, columns, blocks, rows, place, words, parts, counts, counts + volume))
 

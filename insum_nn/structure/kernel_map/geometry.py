@@ -131,10 +131,10 @@ def output_shape(spatial_shape: Sequence[int], geometry: Geometry) -> tuple[int,
         strict=True,
     )
     if geometry.kind == "transpose":
-        shape = tuple((x - 1) * s - 2 * p + d * (k - 1) + e + 1 for x, k, s, p, d, e in parts)
+        shape = tuple([(x - 1) * s - 2 * p + d * (k - 1) + e + 1 for x, k, s, p, d, e in parts])
     else:
-        shape = tuple((x + 2 * p - d * (k - 1) - 1) // s + 1 for x, k, s, p, d, _ in parts)
-    if any(not 0 < extent <= MAX_EXTENT for extent in shape):
+        shape = tuple([(x + 2 * p - d * (k - 1) - 1) // s + 1 for x, k, s, p, d, _ in parts])
+    if min(shape) < 1 or max(shape) > MAX_EXTENT:
         raise InsumShapeError(
             f"the output's spatial shape would be {shape}",
             details=[

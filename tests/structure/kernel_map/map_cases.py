@@ -108,4 +108,5 @@ def both(sites: Coordinates, how: Geometry, *, proven: bool) -> KernelMap:
     for name in ("order", "near", "InIdx"):
         held = mine[name]
         assert held is None or held.data_ptr() % 16 == 0
+    assert got.lengths.data_ptr() % 16 == 0
     return got

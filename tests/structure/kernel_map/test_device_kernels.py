@@ -95,11 +95,11 @@ def test_wide_bad_voxels_lead_to_no_address_outside():
 
 # Torch's operators and kernels: of a map of proven voxels, of others, of the inverse's table, of the list of pairs.
 LAUNCHES = {
-    "subm": (geometry("subm", (3, 3, 3)), (2, 3), (2, 3), (1, 0), (1, 1)),
-    "subm, even": (geometry("subm", (2, 2, 2)), (2, 3), (2, 3), (2, 3), (1, 1)),
-    "tiled": (geometry("conv", (2, 2, 2), 2), (4, 4), (6, 6), (2, 3), (1, 1)),
-    "overlapping": (geometry("conv", (3, 3, 3), 2, 1), (4, 4), (6, 6), (2, 3), (1, 1)),
-    "transposed": (geometry("transpose", (2, 2, 2), 2), (4, 4), (6, 6), (2, 3), (1, 1)),
+    "subm": (geometry("subm", (3, 3, 3)), (2, 3), (2, 3), (1, 0), (0, 1)),
+    "subm, even": (geometry("subm", (2, 2, 2)), (2, 3), (2, 3), (2, 3), (0, 1)),
+    "tiled": (geometry("conv", (2, 2, 2), 2), (4, 4), (6, 6), (2, 3), (0, 1)),
+    "overlapping": (geometry("conv", (3, 3, 3), 2, 1), (4, 4), (6, 6), (2, 3), (0, 1)),
+    "transposed": (geometry("transpose", (2, 2, 2), 2), (4, 4), (6, 6), (2, 3), (0, 1)),
 }
 
 
