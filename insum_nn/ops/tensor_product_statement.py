@@ -40,14 +40,12 @@ from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.constants import plain_tensors
 
 __all__ = [
-    "LONG_SUM",
     "FirstStep",
     "Operands",
     "Statement",
     "Terms",
     "UnsupportedModeError",
     "WeightAccess",
-    "in_steps",
     "statements_of",
 ]
 
@@ -407,7 +405,7 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
         # Packing rows that are written once does not pay; with modes that mix multiplicities it does.
         once = role == "z" and len(groups) == 1 and terms.value.size <= MOST_TERMS and layout.spec.convolution
         lies = not packed or (once and not group.mode.mixes and len(group.letters("z")) == 1)
-        if staged and in_steps(layout, role, group) and terms.value.size <= MOST_TERMS:
+        if staged and _in_steps(layout, role, group, terms):
             first = FirstStep(layout, role, group, packed=packed)
             found.append(Statement(layout, role, group, first.terms, packed=packed, lies=lies, first=first))
         else:
@@ -419,24 +417,25 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
     return found
 
 
-def in_steps(layout: ProductLayout, role: str, group: Group) -> bool:
+def _in_steps(layout: ProductLayout, role: str, group: Group, terms: Terms) -> bool:
     """Return whether a role is made in two steps where that can be: its first is a long matrix product."""
     mode = group.mode
     # Each sample's own weights are read once, so there is no matrix product.
     if not (group.weighted and mode.mixes and not mode.pairs and layout.spec.shared) or role in "wb":
         return False
+    if terms.value.size > MOST_TERMS:
+        return False
     if role == "y":
         return group.extents["w"] >= LONG_SUM
-    return not layout.spec.convolution and _saves(layout, role, group)
+    return not layout.spec.convolution and _saves(group, terms)
 
 
-def _saves(layout: ProductLayout, role: str, group: Group) -> bool:
+def _saves(group: Group, terms: Terms) -> bool:
     """Return whether a first step on `y` pays: one step multiplies its copies by the weights for each coefficient."""
     copies = group.letters("y")
     own = [x for x in copies if x not in group.letters("x") and x not in group.letters("z")]
     if len(own) != len(copies) or not own:
         return False
-    terms = Terms.of(layout, group, role)
     pairs = len({*zip(terms.path.tolist(), terms.component[1].tolist(), strict=True)})
     return pays_between(math.prod(group.extents[x] for x in own), terms.value.size, pairs)
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.api import LONG_SUM
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, ProductLayer, adopt, forward_of, o3, runs_directly
 from insum_nn.layers.equivariant.checks import check_choice
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.ops.tensor_product_spec import LAYOUTS
-from insum_nn.ops.tensor_product_statement import LONG_SUM
 from insum_nn.structure.irreps import Entry, Path, copies_outermost, entries_of
 
 __all__ = ["Linear"]
