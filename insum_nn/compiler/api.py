@@ -51,7 +51,6 @@ from insum_nn.compiler.runtime.modes import (
 from insum_nn.compiler.runtime.multilinear import (
     BoundSums,
     JointSums,
-    Multilinear,
     joint_gradients,
     multilinear,
     multilinear_jointly,
@@ -76,7 +75,6 @@ __all__ = [
     "BoundSums",
     "Explanation",
     "JointSums",
-    "Multilinear",
     "PositionalProgram",
     "Program",
     "ProgramSum",

@@ -373,17 +373,6 @@ class _AdjacencySums(NamedTuple):
 
     operands = OPERANDS
 
-    def eager(
-        self,
-        requested: str,
-        operands: tuple[Tensor, ...],
-        made: dict[str, Tensor],
-        initial: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        result = self.in_modes(requested, operands, initial)
-        return result if dtype is None else result.to(dtype)
-
     def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         own, (a, b) = self.adjacency, operands
         row, col = own.row, own.col

@@ -50,21 +50,6 @@ class Multilinear(Protocol):
         """What each sum reads, by the name of the tensor it computes; the relation is symmetric."""
         ...
 
-    def eager(
-        self,
-        requested: str,
-        operands: tuple[Tensor, ...],
-        made: dict[str, Tensor],
-        initial: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Compute the tensor of that name in eager mode without autocast, where nothing is recorded.
-
-        `made` is for what one sum makes of an operand and the next sum of the same tensors can use, by name. `dtype` is
-        that of the result, where it is not that of the operands.
-        """
-        ...
-
     def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         """Compute it by programs, which follow every active mode and have derivatives of their own."""
         ...
@@ -73,13 +58,16 @@ class Multilinear(Protocol):
 class BoundSums(ABC):
     """A `Multilinear` of statements with their index tensors bound: a class says which, and what they read."""
 
+    operands: Mapping[str, tuple[str, ...]]
+
     @abstractmethod
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
     ) -> tuple[BoundProgram, Sequence[Tensor], tuple[Any, ...], Hashable | None]:
         """Return the statement that computes a tensor, what it reads by position, its output's shape, and a key.
 
-        `made` is as for `eager`, and `None` where a mode is active. The key decides shapes, dtypes and devices of what
+        `made` is for what one sum makes of an operand and the next sum of the same tensors can use, by name; `None`
+        where a mode is active. The key decides shapes, dtypes and devices of what
         is read; `None`: the call looks at these itself.
         """
 
@@ -95,7 +83,10 @@ class BoundSums(ABC):
         initial: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Compute a tensor, as `Multilinear` says."""
+        """Compute a tensor in eager mode without autocast, where nothing is recorded.
+
+        `made` is as for `call`. `dtype` is that of the result, where it is not that of the operands.
+        """
         bound, read, shape, key = self.call(requested, operands, made)
         if dtype is not None:
             bound = bound.writing(dtype)
@@ -118,7 +109,7 @@ def _in_axes(initial: Tensor | None, shape: tuple[Any, ...]) -> Tensor | None:
 
 
 def multilinear(
-    sums: Multilinear, requested: str, *operands: Tensor, initial: Tensor | None = None, plain: bool = False
+    sums: BoundSums, requested: str, *operands: Tensor, initial: Tensor | None = None, plain: bool = False
 ) -> Tensor:
     """Compute one of the tensors from the others; differentiable to any order.
 
@@ -169,7 +160,7 @@ class _Multilinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        sums: Multilinear,
+        sums: BoundSums,
         requested: str,
         initial: Tensor | None,
         dtype: torch.dtype | None,
@@ -268,7 +259,7 @@ class _Copy(torch.autograd.Function):
 
 
 def _computed(
-    sums: Multilinear,
+    sums: BoundSums,
     requested: str,
     operands: tuple[Tensor, ...],
     made: dict[str, Tensor],
