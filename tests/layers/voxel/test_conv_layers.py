@@ -415,6 +415,7 @@ class TestBadInput:
         [
             (lambda: SubMConv3d(4, 4, (3, 3)), r"'kernel_size' is \(3, 3\)"),
             (lambda: SubMConv3d(4, 4, 0), "'kernel_size' is 0"),
+            (lambda: SubMConv3d(4, 4, [2.5, 3, 3]), r"'kernel_size' is \[2.5, 3, 3\]"),
             (lambda: SubMConv3d(4, 4, 3, stride=0), "'stride' is 0"),
             (lambda: SubMConv3d(4, 4, 3, anchor=3), "is no cell of a kernel"),
             (lambda: SparseConv3d(4, 4, 3, padding=-1), "'padding' is -1"),
