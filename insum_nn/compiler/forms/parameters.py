@@ -56,9 +56,9 @@ def _step(extent: int, step: int) -> str:
 class Numbers:
     """How the integer parameters of a kernel, and the number of its programs, follow from the sizes of a call.
 
-    Printed as lines of Python, which read `tensors`, `initial`, `indices`, `output` and `rows`: the tensors in the
-    layout's order, the initial value, the sizes of the call, and programs' ranges of rows. Sizes may be symbolic, and
-    then what is made of them stays so.
+    Printed as lines of Python, which read `initial` and `rows`, the initial value and programs' ranges of rows, and
+    what `given` names: the tensors in the layout's order, and the sizes of the call. Sizes may be symbolic, and then
+    what is made of them stays so.
 
     Args:
         bound: the statement.
@@ -69,7 +69,8 @@ class Numbers:
     Attributes:
         inputs: the tensors among the parameters: their places, and their positions among the statement's.
         others: the other pointers: place, kind, and the position of a tensor or of a further output.
-        lines: one for each integer parameter, `n` and its place, and for each size of the grid.
+        given: lines that name what a call is given: tensors v0, .., sizes x0, .. and o0, ..
+        lines: one for each integer parameter, and each size of the grid, that has no such name: `n` and its place.
         grid: the number of programs, an expression of these names.
         vectors: the places of steps along an axis, and of lengths of rows: multiples of 16 are read as vectors.
         names: of all parameters in order, `p` and the place for pointers.
@@ -84,6 +85,7 @@ class Numbers:
         # Steps along an axis, or lengths of rows: where they are whole vectors, rows are read as vectors.
         columns = {*layout.output_plain[-1:], *dict(bound.static)}
         vectors: list[int] = []
+        named: dict[int, str] = {}
         # Sizes of the grid stand behind the parameters.
         for place, argument in enumerate((*arguments, *sizes.values())):
             kind, name, axis = argument.kind, argument.name, argument.axis
@@ -92,18 +94,18 @@ class Numbers:
                 inputs.append((place, names.index(name)))
                 continue
             if kind == "extent":
-                value = f"indices[{indices.index(name)}]"
+                value = f"x{indices.index(name)}"
                 along = name in columns
             elif kind == "stride":
-                value = f"tensors[{names.index(name)}].stride({axis})"
+                value = f"v{names.index(name)}.stride({axis})"
             elif kind == "initial_stride":
                 # It may be of the last axes alone.
                 value = f"initial.stride({axis - len(layout.output_places)})"
             elif kind == "dim" and name == "@out":
-                value = f"output[{axis}]"
+                value = f"o{axis}"
                 along = True
             elif kind == "dim":
-                value = f"tensors[{names.index(name)}].shape[{axis}]"
+                value = f"v{names.index(name)}.shape[{axis}]"
                 along = axis > 0
             elif kind == "rows":
                 value = "rows"
@@ -111,20 +113,37 @@ class Numbers:
                 position = int(name) if kind == "additional" else -1
                 others.append((place, kind, names.index(name) if name in names else position))
                 continue
-            lines.append(f"n{place} = {value}")
+            named[place] = value
+            if not value.isalnum():
+                named[place] = f"n{place}"
+                lines.append(f"n{place} = {value}")
             if along and place < len(arguments):
                 vectors.append(place)
         self.inputs, self.others, self.vectors = tuple(inputs), tuple(others), tuple(vectors)
-        pointers = {place for place, *_ in (*inputs, *others)}
-        self.names = tuple(f"{'p' if place in pointers else 'n'}{place}" for place in range(len(arguments)))
+        self.names = tuple(named.get(place, f"p{place}") for place in range(len(arguments)))
         self.lines = tuple(lines)
-        self.grid = _printed(grid, {name: f"n{place}" for place, name in enumerate(sizes, len(arguments))})
+        self.grid = _printed(grid, {name: named[place] for place, name in enumerate(sizes, len(arguments))})
+        counts = {
+            "v": ("tensors", len(names)),
+            "x": ("indices", len(indices)),
+            "o": ("output", len(layout.output_places)),
+        }
+        self.given = tuple(
+            f"({''.join(f'{letter}{n}, ' for n in range(count))}) = {given}"
+            for letter, (given, count) in counts.items()
+            if count
+        )
 
     @cached_property
     def of(self) -> Callable[..., tuple[list[Any], Any]]:
         """What returns the parameters of a call, with `None` for pointers, and the number of programs."""
         found = ", ".join("None" if name.startswith("p") else name for name in self.names)
-        text = ["def of(tensors, initial, indices, output, rows):", *self.lines, f"return [{found}], {self.grid}"]
+        text = [
+            "def of(tensors, initial, indices, output, rows):",
+            *self.given,
+            *self.lines,
+            f"return [{found}], {self.grid}",
+        ]
         return function_of_lines(text, {}, "sizes of a kernel")
 
 

@@ -169,22 +169,23 @@ class UnsizedKernel:
         lines = [
             "def call(tensors, initial, indices, output, partition=None, additional=(), bitmasks=bitmasks_of, "
             "launch=None):",
-            "device = tensors[0].device",
+            *numbers.given,
+            "device = v0.device",
         ]
-        tensors = {place: f"tensors[{position}]" for place, position in numbers.inputs}
+        tensors = {place: f"v{position}" for place, position in numbers.inputs}
         for place, kind, position in numbers.others:
             tensors[place] = {
                 "out": "made",
                 "initial": "initial",
                 "workspace": "workspace",
-                "bitmasks": f"bitmasks(tensors[{position}])",
+                "bitmasks": f"bitmasks(v{position})",
                 "additional": f"additional[{position}]",
             }.get(kind, f"partition.{kind}")
         # The output is what the kernel writes, without anything before or after it.
         covered = self.fills.text
         whole = f"{covered} and not partition.empty_rows" if self.form.row_index is not None else covered
         # torch takes less time for strides than for its defaults.
-        steps = [f"output[{axis}]" for axis in range(1, len(self.form.bound.layout.output_places))]
+        steps = [f"o{axis}" for axis in range(1, len(self.form.bound.layout.output_places))]
         steps = [" * ".join(steps[axis:]) for axis in range(len(steps))] + ["1"] * bool(
             self.form.bound.layout.output_places
         )
@@ -205,8 +206,9 @@ class UnsizedKernel:
         if any(argument.kind == "rows" for argument in (*source.arguments, *source.sizes.values())):
             lines += ["rows = partition.rows"]
         lines += [*numbers.lines, f"grid = {numbers.grid}"]
-        lines += [f"t{place} = {text}" for place, text in tensors.items()]
-        lines += self._launching(tensors)
+        own = {place: text if text.isalnum() else f"t{place}" for place, text in tensors.items()}
+        lines += [f"{own[place]} = {text}" for place, text in tensors.items() if own[place] != text]
+        lines += self._launching(own)
         lines += adding
         if whole == "True" and not splits:
             return [*lines, "return made"]
@@ -217,12 +219,12 @@ class UnsizedKernel:
         if not self.strides.split:
             return [], []
         axis, rank = self.form.row_axis, len(self.form.bound.layout.output_places)
-        behind = [f"output[{at}]" for at in range(axis + 1, rank)]
-        others = [f"output[{at}]" for at in range(axis)] + behind
+        behind = [f"o{at}" for at in range(axis + 1, rank)]
+        others = [f"o{at}" for at in range(axis)] + behind
         made = f"{''.join(f'{each}, ' for each in others)}), dtype={self.source.accumulator}, device=device)"
         cells, inner = " * ".join(others) or "1", " * ".join(behind) or "1"
         alone = "initial is None" if self.form.bound.epilogue.activation is None else "False"
-        rows = f"partition.divided, partition.first, {cells}, {inner}, output[{axis}] * {inner}"
+        rows = f"partition.divided, partition.first, {cells}, {inner}, o{axis} * {inner}"
         return [f"workspace = (torch.empty if {covered} else torch.zeros)((partition.slots, {made}"], [
             f"if partition.slots and {alone}:",
             f"    kernel.collector(workspace, made, {rows})",
@@ -233,20 +235,20 @@ class UnsizedKernel:
     def _launching(self, tensors: Mapping[int, str]) -> list[str]:
         """The lines that launch: on machine code for aligned pointers on the current device, where it is loaded."""
         numbers = self.numbers
-        given = ", ".join(f"t{n}" if n in tensors else name for n, name in enumerate(numbers.names))
+        given = ", ".join(tensors.get(n, name) for n, name in enumerate(numbers.names))
         pointers = [f"p{n}" for n in tensors]
-        tells = [f"not n{place} % 16" for place in numbers.vectors]
+        tells = [f"not {numbers.names[place]} % 16" for place in numbers.vectors]
         tells += [f"partition.{kind}.dtype" for kind in self._ranges]
         # What is made here is where the statement's tensors are.
-        first, *others = [place for place, text in tensors.items() if text == "initial" or text.startswith("tensors[")]
+        first, *others = [text for text in tensors.values() if text == "initial" or text.startswith("v")]
         slow = ["code is None", f"({' | '.join(pointers)}) & 15", "current() != number"]
-        slow += [f"t{n}.get_device() != number" for n in others]
+        slow += [f"{text}.get_device() != number" for text in others]
         return [
             "if launch is not None:",
             f"    launch([{given}], grid)",
             "elif grid:",
-            f"    number = t{first}.get_device()",
-            *[f"    p{n} = t{n}.data_ptr()" for n in tensors],
+            f"    number = {first}.get_device()",
+            *[f"    p{n} = {text}.data_ptr()" for n, text in tensors.items()],
             f"    key = ({', '.join(['number', *tells])},)",
             "    code = loaded.get(key)",
             f"    if {' or '.join(slow)}:",

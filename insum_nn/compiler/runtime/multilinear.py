@@ -218,15 +218,18 @@ class _Multilinear(torch.autograd.Function):
             if not unrecorded:
                 part = multilinear(sums, requested, *operands)
                 found.append(part if dtype is None else part.to(dtype))
-            elif autocast:
-                found.append(_computed(sums, requested, operands, made, None, dtype))
+                continue
+            if autocast:
+                part = _computed(sums, requested, operands, made, None, dtype)
             else:
-                found.append(sums.eager(requested, operands, made, None, dtype))
+                part = sums.eager(requested, operands, made, None, dtype)
+            # As `_without_views` does.
+            found.append(part.detach() if part._is_view() else part)
         if ctx.needs_input_grad[2]:
             total = grad.sum(0)
-            found[2] = total if total.shape == initial else total.reshape(initial)
-        if unrecorded:
-            _without_views(found)
+            if total.shape != initial:
+                total = total.reshape(initial)
+            found[2] = total.detach() if unrecorded else total
         return tuple(found)
 
 

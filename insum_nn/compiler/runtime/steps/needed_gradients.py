@@ -64,15 +64,19 @@ def needed_gradients(ctx: Any, first: int, operands: int, where: Hashable, *, be
     found: list[bool] = []
     # In one loop, without a function for each: every backward pass runs it.
     for place, (node, _) in enumerate(ctx.next_functions[before : before + operands]):
-        leaf = type(node) is _LEAF
-        if node is None or (leaf and not recorded and hasattr(node.variable, _INNER)):
+        if node is None:
             found.append(False)
             continue
-        left = _by_name.get((where, place), 0) if leaf and not traced else 0
-        if left:
-            _by_name[where, place] = left - 1
-            found.append(True)
-            continue
+        leaf = type(node) is _LEAF
+        if leaf:
+            if not recorded and hasattr(node.variable, _INNER):
+                found.append(False)
+                continue
+            # In most programs no leaf is ever named.
+            if _by_name and not traced and (left := _by_name.get((where, place), 0)):
+                _by_name[where, place] = left - 1
+                found.append(True)
+                continue
         try:
             found.append(torch._C._will_engine_execute_node(node))
         except RuntimeError:
