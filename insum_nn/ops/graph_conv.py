@@ -106,9 +106,6 @@ def _normalised(graph: GraphMatrix, weights: Tensor, options: Options) -> Tensor
     return by_degrees(row, col, weights, graph.num_nodes)
 
 
-# The whole operator.
-
-
 def graph_conv(
     x: Tensor,
     edge_index: Tensor,
@@ -391,7 +388,7 @@ class _AdjacencySums(NamedTuple):
         return program(tensors=named, out_shape=shape) if result is None else result
 
 
-# As `insum_nn::graph_conv` above.
+# Dynamo and TorchScript keep this one too, as they keep `insum_nn::graph_conv`.
 
 torch.library.define(
     "insum_nn::adjacency_product", "(Tensor x, Tensor[] adjacency, Tensor? initial, str options) -> Tensor"

@@ -190,9 +190,6 @@ def _values(features: Tensor, weight: Tensor, groups: int, *, pointwise: bool) -
     return {"In": _split(features, groups), "W": cells}
 
 
-# The checks.
-
-
 def _check(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int) -> None:
     if kernel_map is not None and _fit(features, weight, kernel_map, bias, groups):
         return

@@ -332,7 +332,7 @@ class Statement(_Tables):
         terms: Terms,
         *,
         packed: bool,
-        lies: bool,
+        in_place: bool,
         first: FirstStep | None = None,
     ) -> None:
         super().__init__(layout, group, packed=packed)
@@ -359,9 +359,9 @@ class Statement(_Tables):
             result = _join("B", [*self._rows("y"), *(self._cells(operand, terms) for operand in "xz")])
             self._row, self.written = layout.shape(role), None
         else:
-            result = self._access(name, role, terms, packed=not lies)
+            result = self._access(name, role, terms, packed=not in_place)
             mul = group.muls[NUMBER[role]]
-            if lies:
+            if in_place:
                 self._row, self.written = layout.shape(role), None
             else:
                 self._row = (layout.packed_columns(role, mul).size // mul, *group.shape(role))
@@ -369,7 +369,7 @@ class Statement(_Tables):
         self._batched = role != "w" or not layout.spec.shared
         # A packed result repeats along multiplicities that no factor has.
         read = set("".join(group.letters(x) for x in others(role) if x != "w" or group.weighted))
-        repeated = [] if lies else [x for x in group.letters(role) if x not in read]
+        repeated = [] if in_place else [x for x in group.letters(role) if x not in read]
         self._compile(f"{result} += {' * '.join(factors)}", {x: group.extents[x] for x in repeated})
 
     def of_gradient(self, operand: str) -> Statement:
@@ -404,16 +404,16 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
         most, packed = MOST_TERMS, role != "b" and _is_packed(layout, group, terms)
         # Packing rows that are written once does not pay; with modes that mix multiplicities it does.
         once = role == "z" and len(groups) == 1 and terms.value.size <= MOST_TERMS and layout.spec.convolution
-        lies = not packed or (once and not group.mode.mixes and len(group.letters("z")) == 1)
+        in_place = not packed or (once and not group.mode.mixes and len(group.letters("z")) == 1)
         if staged and _in_steps(layout, role, group, terms):
             first = FirstStep(layout, role, group, packed=packed)
-            found.append(Statement(layout, role, group, first.terms, packed=packed, lies=lies, first=first))
+            found.append(Statement(layout, role, group, first.terms, packed=packed, in_place=in_place, first=first))
         else:
             if role == "b":
                 _check_has_matrix(layout, group)
                 most = max(1, min(most, MOST_CELLS // _most_copies(group)))
             parts = terms.parts(most)
-            found += [Statement(layout, role, group, part, packed=packed, lies=lies) for part in parts]
+            found += [Statement(layout, role, group, part, packed=packed, in_place=in_place) for part in parts]
     return found
 
 

@@ -291,6 +291,6 @@ def _from_problem(problem: Any) -> TensorProduct:
         own._replace(path_weight=float(tuple(given)[5]))
         for own, given in zip(product.instructions, problem.instructions, strict=True)
     ]
-    # Set again, for the new instructions.
+    # Setting the options writes the statements again, with the coefficients of the new instructions.
     product.options = product.options
     return product

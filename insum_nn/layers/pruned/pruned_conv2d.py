@@ -161,7 +161,7 @@ class PrunedConv2d(PrunedModule):
         *,
         mask: Tensor | None = None,
         density: float | None = None,
-        pattern: str = "MCRS",
+        pattern: str | None = None,
         group_size: GroupSize = "auto",
         options: Options = DEFAULT,
     ) -> Self:
@@ -171,7 +171,7 @@ class PrunedConv2d(PrunedModule):
             conv: the dense layer; it stays as it is.
             mask: which weights to keep, of the shape of `conv.weight`.
             density: keep this share of the weights, those of the largest magnitude.
-            pattern: with a density, the axes along which the mask varies; see `filter_mask`.
+            pattern: with a density, the axes along which the mask varies, by default all; see `filter_mask`.
             group_size: see the constructor.
             options: compile options.
 
@@ -179,13 +179,22 @@ class PrunedConv2d(PrunedModule):
             A layer of the same dtype, device, training mode and `requires_grad`. Without mask and density: every
             nonzero weight, so that the outputs are those of `conv`.
 
+        Raises:
+            InsumFormatError: a pattern without a density, or with a mask.
+
         >>> layer = PrunedConv2d.from_conv2d(nn.Conv2d(4, 8, 3), density=0.25, pattern="MC")
         >>> layer.num_stored, layer.mask[0, 0].any() == layer.mask[0, 0].all()
         (72, tensor(True))
         """
+        if pattern is not None and (density is None or mask is not None):
+            raise InsumFormatError(
+                f"PrunedConv2d.from_conv2d: pattern={pattern!r} is for a density without a mask",
+                details=[f"got: density={density}, mask={'none' if mask is None else 'a tensor'}"],
+                fix="pass density= with pattern=, and no mask.",
+            )
         weight = conv.weight.detach()
         if density is not None and mask is None and not weight.is_meta:
-            mask, density = filter_mask(weight, density, pattern), None
+            mask, density = filter_mask(weight, density, pattern or "MCRS"), None
         elif mask is None and density is None and not weight.is_meta:
             mask = weight != 0
         layer = cls(

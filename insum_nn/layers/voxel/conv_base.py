@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
@@ -42,12 +43,15 @@ def apply_activation(x: Tensor, act_type: object, act_alpha: float = 0.0) -> Ten
     # The usual case, in which calls are short.
     if act_type is Activation.None_:
         return x
-    name = activation_name(act_type)
-    if name == "ReLU":
-        return F.relu(x)
-    if name == "Sigmoid":
-        return torch.sigmoid(x)
-    return F.leaky_relu(x, act_alpha) if name == "LeakyReLU" else x
+    return _APPLIED[activation_name(act_type)](x, act_alpha)
+
+
+_APPLIED: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "None_": lambda x, _: x,
+    "ReLU": lambda x, _: F.relu(x),
+    "Sigmoid": lambda x, _: torch.sigmoid(x),
+    "LeakyReLU": F.leaky_relu,
+}
 
 
 def activation_name(act_type: object) -> str:
@@ -129,13 +133,13 @@ class SparseConvolutionBase(MapLayer):
             transposed: the transposed convolution.
             inverse: back to the voxels of the layer that stored `indice_key`.
             indice_key: name under which the map is stored in, or taken from, the tensor.
-            algo: not read: the compiler chooses. So is `large_kernel_fast_algo`.
+            algo: kept and printed as in spconv; the compiler chooses what runs.
             fp32_accum: `False` sums fp16 and bf16 in their own precision; else in float32.
             record_voxel_count: keep the largest number of output voxels in a buffer.
             act_type: applied to the result, one of `Activation`, or spconv's kernel library's value of that name.
             act_alpha: the slope of `Activation.LeakyReLU`.
             act_beta: not read: no activation has it.
-            large_kernel_fast_algo: not read.
+            large_kernel_fast_algo: allows kernels of more cells in the default of `algo`.
             name: kept for callers that label layers; not read by modules that make their weight themselves, as are
                 `device` and `dtype`.
             device: of the parameters.

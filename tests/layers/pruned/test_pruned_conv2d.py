@@ -172,6 +172,13 @@ def test_bad_patterns():
         filter_mask(torch.ones(2, 3, 3), 0.5)
 
 
+@pytest.mark.parametrize("density", [None, 0.5])
+def test_a_pattern_needs_a_density_and_no_mask(density: float | None):
+    mask = None if density is None else torch.ones(8, 4, 3, 3, dtype=torch.bool)
+    with pytest.raises(InsumFormatError, match=r"pattern='M' is for a density without a mask"):
+        PrunedConv2d.from_conv2d(nn.Conv2d(4, 8, 3), mask=mask, density=density, pattern="M")
+
+
 def test_from_conv2d():
     conv = nn.Conv2d(6, 12, 3, 2, 1, 1, 2, False, "circular", dtype=torch.float64).eval().requires_grad_(False)
     conv.weight[::2] = 0
