@@ -128,9 +128,9 @@ class GraphMatrix:
     def of_entries(cls, entries: GraphEntries) -> GraphMatrix:
         """Sort entries, every node in which is below `num_nodes`."""
         row, col, order = sort_pairs(entries.row, entries.col, entries.num_nodes)
-        source = order if entries.source is None else entries.source.index_select(0, order)
-        source = source.to(entry_dtype(source.device, entries.num_edges))
-        return cls(GraphEntries(row, col, source, entries.num_nodes, entries.num_edges))
+        edge = order if entries.edge is None else entries.edge.index_select(0, order)
+        edge = edge.to(entry_dtype(edge.device, entries.num_edges))
+        return cls(GraphEntries(row, col, edge, entries.num_nodes, entries.num_edges))
 
     @classmethod
     def of_adjacency(cls, adjacency: Adjacency) -> GraphMatrix:

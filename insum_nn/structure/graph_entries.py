@@ -34,7 +34,7 @@ class GraphEntries:
     Attributes:
         row: (p,) int32 or int64: the node that receives.
         col: (p,) of the same dtype: the node that sends.
-        source: (p,) int32 or int64: which edge's weight an entry has; `num_edges` for a self-loop of its own, whose
+        edge: (p,) int32 or int64: which edge's weight an entry has; `num_edges` for a self-loop of its own, whose
             weight is the fill value. `None`: entry `p` has the weight of edge `p`.
         num_nodes: nodes.
         num_edges: edges of the graph, which is how many weights there are.
@@ -42,7 +42,7 @@ class GraphEntries:
 
     row: Tensor
     col: Tensor
-    source: Tensor | None
+    edge: Tensor | None
     num_nodes: int
     num_edges: int
 
@@ -160,7 +160,7 @@ def edge_entries(
         Entries in the order of edges.
 
     >>> entries = edge_entries(torch.tensor([[0, 1, 1], [1, 1, 0]]), 3)
-    >>> entries.row.tolist(), entries.col.tolist(), entries.source.tolist()
+    >>> entries.row.tolist(), entries.col.tolist(), entries.edge.tolist()
     ([1, 0, 0, 1, 2], [0, 1, 0, 1, 2], [0, 2, 3, 1, 3])
     """
     if flow not in ("source_to_target", "target_to_source"):
@@ -169,7 +169,7 @@ def edge_entries(
         )
     edge_index = edge_index.long()
     num_edges = edge_index.shape[1]
-    source: Tensor | None = None
+    edge: Tensor | None = None
     if loops != "none":
         nodes = torch.arange(num_nodes, device=edge_index.device)
         remaining, own = torch.arange(num_edges, device=edge_index.device), torch.full_like(nodes, num_edges)
@@ -181,11 +181,11 @@ def edge_entries(
                 remaining = (~is_loop).nonzero().squeeze(1)
                 edge_index = edge_index.index_select(1, remaining)
         edge_index = torch.cat([edge_index, nodes.expand(2, -1)], dim=1)
-        source = torch.cat([remaining, own])
+        edge = torch.cat([remaining, own])
     sends, receives = edge_index.unbind(0)
     if flow == "target_to_source":
         sends, receives = receives, sends
-    return GraphEntries(receives, sends, source, num_nodes, num_edges)
+    return GraphEntries(receives, sends, edge, num_nodes, num_edges)
 
 
 def _last_loops(edge_index: Tensor, is_loop: Tensor, num_nodes: int) -> Tensor:
@@ -200,6 +200,6 @@ def _last_loops(edge_index: Tensor, is_loop: Tensor, num_nodes: int) -> Tensor:
 
 def entry_weights(entries: GraphEntries, edge_weight: Tensor, fill: float) -> Tensor:
     """Return (p,) the weight of each entry before normalisation; differentiable in `edge_weight` (e,)."""
-    if entries.source is None:
+    if entries.edge is None:
         return edge_weight
-    return torch.cat([edge_weight, edge_weight.new_full((1,), fill)]).index_select(0, entries.source)
+    return torch.cat([edge_weight, edge_weight.new_full((1,), fill)]).index_select(0, entries.edge)

@@ -99,7 +99,7 @@ def test_the_last_of_several_loops_counts_and_gets_the_gradient():
 
 
 @pytest.mark.parametrize(
-    ("loops", "row", "col", "source"),
+    ("loops", "row", "col", "edge"),
     [
         ("none", [1, 1, 0], [0, 1, 1], None),
         ("remaining", [1, 0, 0, 1, 2], [0, 1, 0, 1, 2], [0, 2, 3, 1, 3]),
@@ -107,10 +107,10 @@ def test_the_last_of_several_loops_counts_and_gets_the_gradient():
         ("more", [1, 1, 0, 0, 1, 2], [0, 1, 1, 0, 1, 2], [0, 1, 2, 3, 3, 3]),
     ],
 )
-def test_kinds_of_loops(loops: str, row: list[int], col: list[int], source: list[int] | None):
+def test_kinds_of_loops(loops: str, row: list[int], col: list[int], edge: list[int] | None):
     entries = edge_entries(torch.tensor([[0, 1, 1], [1, 1, 0]]), 3, loops=loops)
     assert (entries.row.tolist(), entries.col.tolist()) == (row, col)
-    assert (None if entries.source is None else entries.source.tolist()) == source
+    assert (None if entries.edge is None else entries.edge.tolist()) == edge
 
 
 def test_degrees_of_zero_and_below():
