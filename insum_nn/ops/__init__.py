@@ -7,7 +7,16 @@ from typing import Any
 
 from insum_nn.ops.block_linear import block_linear, block_linear_expression
 from insum_nn.ops.custom import contract, register
-from insum_nn.ops.elementwise import add, multiply, multiply_expression, same_structure, scale, scale_cols, scale_rows
+from insum_nn.ops.elementwise import (
+    add,
+    multiply,
+    multiply_expression,
+    same_structure,
+    scale,
+    scale_cols,
+    scale_expression,
+    scale_rows,
+)
 from insum_nn.ops.mttkrp import mttkrp, mttkrp_expression
 from insum_nn.ops.pruned_conv import pruned_conv2d, pruned_conv2d_expression
 from insum_nn.ops.sddmm import sddmm, sddmm_expression
@@ -32,6 +41,7 @@ __all__ = [
     "same_structure",
     "scale",
     "scale_cols",
+    "scale_expression",
     "scale_rows",
     "sddmm",
     "sddmm_expression",

@@ -4,6 +4,9 @@ A tensor product is linear in four tensors: in1 `X`, in2 `Y`, the weight `W`, an
 gradient. Each can be computed from the other three, its *role*; a derivative of one role is another role. Every role
 is a list of statements, one for each group of paths of one mode and equal multiplicities. So is the matrix `B` that
 maps `X` to the output, which is computed from `Y` and `W`.
+
+Two letters have two meanings each. As a role `w` is the weight and `z` the output; as an index of a statement `w` runs
+over the output's copies and `z` over samples: `Z[z,K[p,w]]`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A graph's adjacency matrix with all that products with it and their gradients read."""
+"""A graph's adjacency matrix, with all that products with it and their gradients read, made and kept by the caller.
+
+For an edge list `ops/graph_matrix.py` makes and keeps a matrix of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Layers whose pruned weight changes its mask in training: pruning, regrowing, rewiring, and recorded gradients."""
+"""Layers whose pruned weight changes its mask in training: pruning, regrowing, rewiring, and recorded gradients.
+
+What is stored, and how it is saved and loaded, is in the base `PrunedWeight`; here is what only training needs.
+"""
 
 from __future__ import annotations
 

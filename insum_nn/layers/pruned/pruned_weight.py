@@ -1,4 +1,8 @@
-"""Base of layers that store their weight at chosen places of a grid only."""
+"""Base of layers that store their weight at chosen places of a grid only.
+
+`PrunedWeight` is what a layer stores, saves and loads. `PrunedModule`, from which the layers derive, adds what changes
+the places in training. They are two classes so that each has one subject.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         weight: (p, ..) stored cells in ascending order of their place.
         bias: one number per output, or `None`.
         position: (p,) int64, the place of each cell in the flattened grid.
-        dense_shape: extents of the dense weight, kept in the state so that a state of another shape is refused.
+        dense_shape: shape of the dense weight, a tensor in the state, so that a state of another shape is refused.
         group_size: cells of a row that one group holds, or `"auto"`.
         options: compile options.
     """
@@ -144,7 +148,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
     @property
     def dense_extents(self) -> tuple[int, ...]:
-        """The shape of the dense weight."""
+        """Extents of the dense weight."""
         raise NotImplementedError
 
     def _choose_mask(self, mask: Tensor | None, density: float | None) -> Tensor:
