@@ -42,7 +42,6 @@ from insum_nn.ops.graph_matrix import (
 )
 from insum_nn.ops.statements import run, static_shape, to_autocast, under_autocast, untraced
 from insum_nn.structure.adjacency import Adjacency
-from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import by_degrees, inverse_root
 from insum_nn.structure.graph_entries import (
     check_edge_index,
@@ -51,6 +50,7 @@ from insum_nn.structure.graph_entries import (
     edge_entries,
     entry_weights,
 )
+from insum_nn.structure.plain_tensors import plain_tensors
 
 __all__ = [
     "GRAPH_ENTRIES",

@@ -28,8 +28,8 @@ from insum_nn.formats import GroupCOO
 from insum_nn.formats.convert import uncompressed
 from insum_nn.sorted_rows import entry_dtype, sort_pairs
 from insum_nn.structure.adjacency import Adjacency
-from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.graph_entries import Flow, GraphEntries, Loops, check_edge_index, edge_entries
+from insum_nn.structure.plain_tensors import plain_tensors
 from insum_nn.tensor_cache import TensorCache, forget
 
 __all__ = [

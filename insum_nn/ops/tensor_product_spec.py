@@ -24,8 +24,8 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError
-from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.irreps import MODES, Entry, Mode, Path, dimension, offsets, weight_offsets
+from insum_nn.structure.plain_tensors import plain_tensors
 
 __all__ = ["LAYOUTS", "NUMBER", "ROLES", "Group", "ProductLayout", "TensorProductSpec", "layout_of", "others"]
 

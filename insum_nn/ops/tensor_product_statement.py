@@ -37,7 +37,7 @@ from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
 from insum_nn.structure.clebsch_gordan import nonzeros
-from insum_nn.structure.constants import plain_tensors
+from insum_nn.structure.plain_tensors import plain_tensors
 
 __all__ = [
     "FirstStep",

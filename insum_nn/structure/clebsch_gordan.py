@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import _disable_current_modes
 
 from insum_nn.errors import MissingExtraError
-from insum_nn.structure.constants import plain_tensors
+from insum_nn.structure.plain_tensors import plain_tensors
 
 __all__ = ["nonzeros"]
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.structure.constants import plain_tensors
+from insum_nn.structure.plain_tensors import plain_tensors
 from insum_nn.structure.transfers import constant
 
 __all__ = ["GridNumbers", "SiteGrid", "first_rows", "fits", "grid_numbers", "steps_of"]

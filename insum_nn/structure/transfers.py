@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from insum_nn.structure.constants import plain_tensors
+from insum_nn.structure.plain_tensors import plain_tensors
 
 __all__ = ["constant", "read_later"]
 

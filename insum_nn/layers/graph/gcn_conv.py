@@ -17,9 +17,9 @@ from insum_nn.ops.graph_conv import GRAPH_ENTRIES, adjacency_product, graph_conv
 from insum_nn.ops.graph_matrix import CARRY, Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.statements import static_shape, untraced
 from insum_nn.structure.adjacency import Adjacency
-from insum_nn.structure.constants import plain_tensors
 from insum_nn.structure.gcn_norm import gcn_norm
 from insum_nn.structure.graph_entries import Flow, Loops, check_square
+from insum_nn.structure.plain_tensors import plain_tensors
 from insum_nn.tensor_cache import forget
 
 try:

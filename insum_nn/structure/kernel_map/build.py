@@ -16,7 +16,6 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from insum_nn.structure.constants import plain_integers
 from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map.device_kernels import reached_map, submanifold_table
 from insum_nn.structure.kernel_map.geometry import Geometry, MapKind, output_shape
@@ -37,6 +36,7 @@ from insum_nn.structure.kernel_map.tables import (
     order_by_mask,
 )
 from insum_nn.structure.kernel_map.traced import groups_in_graph, map_in_graph
+from insum_nn.structure.plain_tensors import plain_integers
 from insum_nn.structure.transfers import read_later
 
 __all__ = ["build_kernel_map"]

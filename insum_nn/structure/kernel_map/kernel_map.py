@@ -16,7 +16,6 @@ from torch import Tensor
 
 from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.structure.constants import plain_integers
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map.geometry import ConvAlgo, Geometry
 from insum_nn.structure.kernel_map.tables import (
@@ -29,6 +28,7 @@ from insum_nn.structure.kernel_map.tables import (
     neighbour_rows,
     order_by_mask,
 )
+from insum_nn.structure.plain_tensors import plain_integers
 from insum_nn.structure.transfers import read_later
 
 __all__ = ["FACTS", "KernelMap"]
