@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from insum_nn.errors import InsumShapeError
 
-__all__ = ["IntOrInts", "expand_nd"]
+__all__ = ["IntOrInts", "expand_nd", "expand_pair"]
 
 IntOrInts = int | Sequence[int]
 
@@ -35,3 +35,13 @@ def expand_nd(owner: str, name: str, ndim: int, value: object, least: int) -> li
             got=value,
         )
     return values
+
+
+def expand_pair(owner: str, name: str, value: object, least: int) -> tuple[int, int]:
+    """Return `expand_nd` of two dimensions.
+
+    >>> expand_pair("PrunedConv2d", "stride", 2, 1)
+    (2, 2)
+    """
+    rows, cols = expand_nd(owner, name, 2, value, least)
+    return rows, cols

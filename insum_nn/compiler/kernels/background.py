@@ -68,6 +68,10 @@ class Background:
         self._threads = 0
         self._changed = threading.Condition()
 
+    def rehearsed(self, code: KernelCode, recorded: bool) -> bool:
+        """Whether a rehearsal of a step met a kernel; `recorded`: one that came to the end of its backward pass."""
+        return self.of_steps.get(code, False) if recorded else code in self.of_steps
+
     def missed(self, code: KernelCode, later: bool) -> None:
         """Note that this process needs a kernel that is not on disk.
 
@@ -208,13 +212,12 @@ def missed(code: KernelCode, *, rehearse: bool) -> None:
     begun = _begun()
     aided = rehearse and begun.most > 0
     call = cold.call if aided else None
-    of_steps = begun.of_steps
-    rehearsed = of_steps.get(code, False) or (call is None and code in of_steps)
+    rehearsed = begun.rehearsed(code, call is not None)
     begun.missed(code, later=call is not None and not rehearsed)
     if aided and not rehearsed and cold.rehearse_step is not None:
         found, whole = cold.rehearse_step(code, call is not None)
-        of_steps.update({each: whole or of_steps.get(each, False) for each in found})
-        rehearsed = of_steps.get(code, False) or (call is None and code in of_steps)
+        begun.of_steps.update({each: whole or begun.rehearsed(each, True) for each in found})
+        rehearsed = begun.rehearsed(code, call is not None)
     if rehearsed:
         return
     cold.due = begun.most > 0

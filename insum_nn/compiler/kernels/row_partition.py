@@ -225,7 +225,7 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
 def _divide_known(index: Tensor, known: _Lengths, chunk: int) -> RowPartition | None:
     """Divide rows in order by a kernel; `None`: their lengths are not on the device, or none is divided."""
     counts, terms = known.counts, index.numel()
-    if counts is None or known.on_device is None or max(counts) <= chunk or terms + chunk >= 1 << 31:
+    if counts is None or known.on_device is None or terms + chunk >= 1 << 31 or (longest := max(counts)) <= chunk:
         return None
     # A loop over so few numbers takes a fraction of NumPy's time.
     ranges = slots = divided = 0
@@ -239,7 +239,7 @@ def _divide_known(index: Tensor, known: _Lengths, chunk: int) -> RowPartition | 
     if made is None:
         return None
     low, high, target, row_of, rows, first = made
-    whole, longest = sum(counts) == terms, max(counts)
+    whole = sum(counts) == terms
     return RowPartition(ranges, low, high, target, row_of, None, slots, rows, first, False, whole, longest)
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
+from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
 from insum_nn.compiler.passes.tile import WORD_BITS
 
 __all__ = ["divide_rows", "row_bitmasks"]
@@ -23,7 +23,6 @@ _COLUMNS = 512
 _ROWS = 8
 # Entries that 32 bits number, and a block more.
 _NARROW = (1 << 31) - (1 << 16)
-_POINTERS = {torch.int32: "*i32", torch.int64: "*i64"}
 
 _BITMASKS = f"""import triton
 import triton.language as tl
@@ -80,12 +79,12 @@ def kernel(lengths, begin, end, target, row_of, divided, first, chunk):
 
 @lru_cache(maxsize=2)
 def _dividing(dtype: torch.dtype) -> WrittenKernels:
-    return WrittenKernels([WrittenKernel(_DIVIDED, (_POINTERS[dtype], *["*i32"] * 4, "*i64", "*i64", None))])
+    return WrittenKernels([WrittenKernel(_DIVIDED, (POINTERS[dtype], *["*i32"] * 4, "*i64", "*i64", None))])
 
 
 @lru_cache(maxsize=2)
 def _masking(dtype: torch.dtype) -> WrittenKernels:
-    return WrittenKernels([WrittenKernel(_BITMASKS, (_POINTERS[dtype], "*i32", None, None, None))])
+    return WrittenKernels([WrittenKernel(_BITMASKS, (POINTERS[dtype], "*i32", None, None, None))])
 
 
 def row_bitmasks(index: Tensor) -> Tensor | None:

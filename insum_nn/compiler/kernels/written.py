@@ -19,7 +19,10 @@ from insum_nn.compiler.kernels.ahead import collecting
 from insum_nn.compiler.kernels.launch import available, interpreted, launcher, load_ahead
 from insum_nn.compiler.schedule.space import Schedule
 
-__all__ = ["WrittenKernel", "WrittenKernels"]
+__all__ = ["POINTERS", "WrittenKernel", "WrittenKernels"]
+
+POINTERS = {torch.int32: "*i32", torch.int64: "*i64"}
+"""What Triton calls a pointer to an index tensor."""
 
 # Seconds until machine code that was missing is looked for again, which takes as long as several launches.
 _PAUSE = 0.2

@@ -67,8 +67,8 @@ class BoundSums(ABC):
         """Return the statement that computes a tensor, what it reads by position, its output's shape, and a key.
 
         `made` is for what one sum makes of an operand and the next sum of the same tensors can use, by name; `None`
-        where a mode is active. The key decides shapes, dtypes and devices of what
-        is read; `None`: the call looks at these itself.
+        where a mode is active. The key decides shapes, dtypes and devices of what is read; `None`: the call looks at
+        these itself.
         """
 
     def result(self, requested: str, written: Tensor) -> Tensor:
@@ -218,18 +218,15 @@ class _Multilinear(torch.autograd.Function):
             if not unrecorded:
                 part = multilinear(sums, requested, *operands)
                 found.append(part if dtype is None else part.to(dtype))
-                continue
-            if autocast:
-                part = _computed(sums, requested, operands, made, None, dtype)
+            elif autocast:
+                found.append(_computed(sums, requested, operands, made, None, dtype))
             else:
-                part = sums.eager(requested, operands, made, None, dtype)
-            # As `_without_views` does.
-            found.append(part.detach() if part._is_view() else part)
+                found.append(sums.eager(requested, operands, made, None, dtype))
         if ctx.needs_input_grad[2]:
             total = grad.sum(0)
-            if total.shape != initial:
-                total = total.reshape(initial)
-            found[2] = total.detach() if unrecorded else total
+            found[2] = total if total.shape == initial else total.reshape(initial)
+        if unrecorded:
+            _without_views(found)
         return tuple(found)
 
 

@@ -13,7 +13,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, GroupSize
-from insum_nn.layers.extents import expand_nd
+from insum_nn.layers.extents import expand_pair
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR,
@@ -86,7 +86,7 @@ class BlockSparseLinear(PrunedModule):
         super().__init__(group_size, options)
         self.in_features = _extent("in_features", in_features)
         self.out_features = _extent("out_features", out_features)
-        self.block_shape = _block_shape(block_shape)
+        self.block_shape = expand_pair("BlockSparseLinear", "block_shape", block_shape, 1)
         outputs = out_features if bias else None
         self._store(self._choose_mask(mask, density), self.block_shape, outputs, device, dtype)
 
@@ -156,7 +156,7 @@ class BlockSparseLinear(PrunedModule):
                 details=[f"weight: {tuple(weight.shape)}"],
                 fix="pass an nn.Linear; a convolution is pruned by PrunedConv2d.from_conv2d.",
             )
-        shape = _block_shape(block_shape)
+        shape = expand_pair("BlockSparseLinear", "block_shape", block_shape, 1)
         if mask is None and not weight.is_meta:
             if density is not None:
                 mask = magnitude_mask(group_norms(weight, shape), density)
@@ -280,11 +280,6 @@ class BlockSparseLinear(PrunedModule):
         parts += [f"block_shape={self.block_shape}, blocks={self.num_stored} of {total}"]
         parts += [f"group_size={self.group_size}"] if self.group_size != "auto" else []
         return ", ".join(parts)
-
-
-def _block_shape(given: object) -> tuple[int, int]:
-    rows, cols = expand_nd("BlockSparseLinear", "block_shape", 2, given, 1)
-    return rows, cols
 
 
 def _extent(name: str, value: object) -> int:

@@ -15,7 +15,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import GroupSize
-from insum_nn.layers.extents import IntOrInts, expand_nd
+from insum_nn.layers.extents import IntOrInts, expand_pair
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.pruned_conv import (
     PRUNED_CONV2D_FACTS,
@@ -98,15 +98,11 @@ class PrunedConv2d(PrunedModule):
         """
         super().__init__(group_size, options)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-
-        def pair(name: str, value: object, least: int) -> Pair:
-            rows, cols = expand_nd("PrunedConv2d", name, 2, value, least)
-            return rows, cols
-
-        self.kernel_size = pair("kernel_size", kernel_size, 1)
-        self.stride = pair("stride", stride, 1)
-        self.dilation = pair("dilation", dilation, 1)
-        self.padding: Pair | str = padding if isinstance(padding, str) else pair("padding", padding, 0)
+        owner = "PrunedConv2d"
+        self.kernel_size = expand_pair(owner, "kernel_size", kernel_size, 1)
+        self.stride = expand_pair(owner, "stride", stride, 1)
+        self.dilation = expand_pair(owner, "dilation", dilation, 1)
+        self.padding: Pair | str = padding if isinstance(padding, str) else expand_pair(owner, "padding", padding, 0)
         self.padding_mode = padding_mode
         self._check()
         self._store(self._choose_mask(mask, density), (), out_channels if bias else None, device, dtype)

@@ -38,7 +38,6 @@ _NARROW = (1 << 31) - (1 << 16)
 # An extent up to this, and a kernel's reach beyond it, add up in 32 bits.
 _EXTENT = 1 << 30
 _INT = "*i32"
-_POINTERS = {torch.int32: "*i32", torch.int64: "*i64"}
 _KEYS = {False: "*i32", True: "*u8"}
 
 
@@ -68,14 +67,14 @@ class TableMemory(NamedTuple):
     @staticmethod
     def of(volume: int, columns: int) -> TableMemory:
         """Return that of a table; all begins at multiples of 16 bytes, as machine code of kernels takes for granted."""
-        blocks = -(-columns // COLUMNS)
-        rows = volume * columns + 3 & -4
-        place = rows + columns + 3 & -4
-        words = place + columns + 3 & -4
-        parts = words + columns + 3 & -4
-        counts = parts + volume * blocks + 2 + 3 & -4
+        blocks, end = -(-columns // COLUMNS), 0
+        begins: list[int] = []
+        # The table, rows, places, words, and the entries of blocks with the two marks; the counts come last.
+        for size in (volume * columns, columns, columns, columns, volume * blocks + 2):
+            end = end + size + 3 & -4
+            begins.append(end)
         # A call of the class is one of Python's functions.
-        return tuple.__new__(TableMemory, (volume, columns, blocks, rows, place, words, parts, counts, counts + volume))
+        return tuple.__new__(TableMemory, (volume, columns, blocks, *begins, end + volume))
 
 
 # What `NeighbourTable` holds.
@@ -108,9 +107,9 @@ def _table_kernels(narrow: bool) -> Any:
 @lru_cache(maxsize=16)
 def _site_kernels(dims: int, dtype: torch.dtype, narrow: bool) -> Any:
     """`number`, `look_up`."""
-    from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
+    from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
 
-    indices = _POINTERS[dtype]
+    indices = POINTERS[dtype]
     looking = (indices, *[_INT] * 2, _KEYS[narrow], *[_INT] * 2, *_numbers(8 + 4 * dims))
     return WrittenKernels(
         [
@@ -123,9 +122,9 @@ def _site_kernels(dims: int, dtype: torch.dtype, narrow: bool) -> Any:
 @lru_cache(maxsize=16)
 def _reach_kernels(dims: int, dtype: torch.dtype, kind: Any) -> Any:
     """`mark`, `write`."""
-    from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
+    from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
 
-    indices, numbers = _POINTERS[dtype], _numbers(5 + 6 * dims)
+    indices, numbers = POINTERS[dtype], _numbers(5 + 6 * dims)
     written = (indices, *[_INT] * 3, indices, _INT, None, None, *numbers)
     return WrittenKernels(
         [

@@ -229,10 +229,10 @@ class NeighbourTable:
         order: (m,) int32.
         sorted_neighbours: (o, m) int32, contiguous.
         words: (m,) int32: the masks in that order, where they hold all offsets and are known.
-        memory: of a table that hand-written kernels sorted, and whose columns were the outputs before: the table, and
-            what `at` says of it.
-        at: where its parts begin.
-        counted: it has the pairs of each offset.
+        memory: one int32 tensor that holds the table and what `TableMemory` lists, where hand-written kernels sorted a
+            table whose column i was output i; else `None`.
+        at: the offsets of these parts in `memory`.
+        counted: whether `memory` holds the number of pairs of each offset.
 
     >>> rows = torch.tensor([[-1, 0, -1], [0, 1, 2], [1, -1, -1]], dtype=torch.int32)
     >>> table = order_by_mask(rows)
