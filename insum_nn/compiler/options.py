@@ -19,8 +19,8 @@ class Options:
     """Compile options; hashable, so that they are part of a program's key.
 
     Attributes:
-        backend: `"auto"` follows a rule; `"eager"` runs the plan with torch's library calls; `"inductor"` compiles it
-            with TorchInductor; `"triton"` generates a Triton kernel.
+        backend: `"auto"` follows a rule; `"c"` compiles a C function, on a CPU; `"eager"` runs the plan with torch's
+            library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton kernel.
         deterministic: only ways of combining that give the same bits at every run, on one machine with one setting of
             `torch.set_num_threads`. On a CPU, sums over entries of index tensors give the same bits with any number of
             threads. Dense products and sums over whole axes are divided among threads by a library: with another number
@@ -42,7 +42,7 @@ class Options:
             similar one, here or by the package, else the default. See `insum_nn.schedules`.
     """
 
-    backend: Literal["auto", "eager", "inductor", "triton"] = "auto"
+    backend: Literal["auto", "c", "eager", "inductor", "triton"] = "auto"
     deterministic: bool = False
     validate: bool = False
     native_matmul: bool = True
@@ -54,7 +54,7 @@ class Options:
 
     def __post_init__(self) -> None:
         allowed = {
-            "backend": ("auto", "eager", "inductor", "triton"),
+            "backend": ("auto", "c", "eager", "inductor", "triton"),
             "order": ("cost", "left"),
             "accumulate": ("float32", "storage"),
             "precision": ("auto", "ieee", "tf32", "tf32x3"),

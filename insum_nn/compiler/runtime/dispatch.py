@@ -25,6 +25,7 @@ from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.artifact import Call
 from insum_nn.compiler.runtime.arguments import call_key, check_static, kinds_of, stand_in
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
@@ -87,7 +88,7 @@ class Spec:
     origin: Origin = "builder"
     ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     programs: dict[Key, _Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
-    calls: dict[CallKind, UnsizedCall] = field(default_factory=dict, init=False, repr=False, compare=False)
+    calls: dict[CallKind, UnsizedCall | Call] = field(default_factory=dict, init=False, repr=False, compare=False)
     derived: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     kept: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
@@ -240,7 +241,9 @@ def prepare(
     """Check a call and find its program, or those of the statements that it is cut into."""
     programs = _checked_programs(spec, tensors, initial, extents)
     bound = programs.bound
-    if spec.static:
+    if spec.static and programs.executables.backend == "c":
+        other = None
+    elif spec.static:
         # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
         other = find_paths(bound, tensors, extents, spec.options, spec.static)
         other = other or find_pairs(bound, tensors, extents, spec.options, spec.static)
@@ -313,6 +316,11 @@ def _programs(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, f
 
 def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, facts: Facts) -> None:
     """Have calls on tensors of these kinds run at any sizes, where only a builder's tensors and sizes are to check."""
+    if programs.executables.backend == "c":
+        kind = call_kind(spec, tensors)
+        if kind not in spec.calls and (found := Call(spec, tensors)).printed:
+            spec.calls[kind] = found
+        return
     plain = not (spec.static or spec.options.validate or writes_sums(spec.statement))
     if programs.executables.backend != "triton" or not plain or not all(vouched for _, vouched in spec.indexed):
         return

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.forms.form import FormError
+from insum_nn.compiler.codegen.c import NotInCError
+from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents
+from insum_nn.compiler.kernels.c_structures import clear_entries
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.compiler.lang.bind import Bound, Extents
@@ -62,7 +65,7 @@ class Executable:
     Attributes:
         bound: the statement, with the extents that are compiled in.
         extents: the sizes of the call for which it was planned.
-        backend: `"eager"`, `"inductor"` or `"triton"`.
+        backend: `"c"`, `"eager"`, `"inductor"` or `"triton"`.
         reason: why this back end.
         run: what computes it.
         compile_seconds: time of planning and lowering, and of the first call where that compiles.
@@ -74,7 +77,7 @@ class Executable:
     options: Options
     backend: str
     reason: str
-    run: Callable[..., Tensor] | Generated
+    run: Callable[..., Tensor] | Generated | CProgram
     compile_seconds: float
     library: Library | None = None
     warm: bool = False
@@ -89,9 +92,29 @@ class Executable:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
         if isinstance(self.run, Generated):
             return self.run.prepare(tensors, extents, initial)
+        if isinstance(self.run, CProgram):
+            return self._tiered(self.run, tensors, extents, initial)
         run = self._prepared(self.run, tensors, extents, initial)
         epilogue, dtype = self.bound.epilogue, self.bound.dtype
         return (lambda tensors, initial: epilogue(run(tensors, initial), dtype)) if epilogue else run
+
+    def _tiered(
+        self, program: CProgram, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
+    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+        """What runs the C function, and library calls until it is compiled."""
+        indices, output, options = (extents.indices,), (extents.output,), self.options
+        slow: Callable[[Sequence[Tensor], Tensor | None], Tensor] | None = None
+
+        def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+            nonlocal slow
+            if program.compiled or program.called(wait=options.deterministic or options.backend == "c"):
+                return program.body(tensors, indices, output, initial)[0]
+            if slow is None:
+                other = from_graph(replace(self.bound, static=()), tensors, extents, options, "eager", self.reason)
+                slow = other.prepare(tensors, extents, initial)
+            return slow(tensors, initial)
+
+        return call
 
     def _prepared(
         self, run: Callable[..., Tensor], tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
@@ -199,6 +222,7 @@ def clear_cache() -> None:
         _hits = _misses = 0
     library_calls.clear_structures()
     clear_partitions()
+    clear_entries()
 
 
 @lru_cache(maxsize=1024)
@@ -235,10 +259,16 @@ class Executables:
         names = frozenset(name for name, _ in self.tables)
         self.fixed = FixedExtents(self.own, options, names, shared=True)
         self._keys: dict[object, CacheKey] = {}
+        self._refused: dict[object, str] = {}
 
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable:
         """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
         backend, reason, options = self.backend, self.reason, self.options
+        if backend == "c":
+            found = self._in_c(extents)
+            if isinstance(found, Executable):
+                return found
+            backend, reason = "eager", f"library calls, as C has no {found}"
         if backend != "triton":
             return from_graph(self.own, tensors, extents, options, backend, reason)
         if self.own.device_type != "cuda":
@@ -255,6 +285,38 @@ class Executables:
             backend, other = backend_without_generator(options)
             reason = f"{other}; no generated kernel: {error}"
         return from_graph(self.own, tensors, extents, options, backend, reason)
+
+    def _in_c(self, extents: Extents) -> Executable | str:
+        """The program of one C function, or why there is none.
+
+        Raises:
+            InsumFormatError: there is none, and it was asked for by name.
+        """
+        static = compiled_extents(self.own, self.tables, extents.indices)
+        why = self._refused.get(static)
+        if why is None:
+            key = self._keys.get(static)
+            if key is None:
+                key = self._keys[static] = shared_key(self.own, self.options, "c", static, self.tables)
+            begin, bound = time.perf_counter(), replace(self.own, static=static)
+
+            def build() -> Executable:
+                program = CProgram([Part(bound, self.tables, tuple(range(len(bound.layout.tensors))))])
+                program.find()
+                seconds = time.perf_counter() - begin
+                return Executable(bound, extents, self.options, "c", self.reason, program, seconds)
+
+            try:
+                return _cached(key, build)
+            except NotInCError as error:
+                why = self._refused[static] = str(error)
+        if self.options.backend == "c":
+            raise InsumFormatError(
+                f"no C function can be printed: {why}",
+                expression=self.bound.statement.text,
+                fix='choose Options(backend="auto").',
+            )
+        return why
 
     def _generated(self, extents: Extents) -> Executable:
         """The program of generated kernels.

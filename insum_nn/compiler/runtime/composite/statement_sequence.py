@@ -279,7 +279,7 @@ class _Search:
 
     def price(self, bound: Bound, sizes: Sizes) -> Cost:
         """What a statement costs by the backend that would run it."""
-        pairwise = choose_backend(bound, self.options)[0] != "triton"
+        pairwise = choose_backend(bound, self.options)[0] not in ("c", "triton")
         ordered = frozenset(name for name in bound.statement.index_tensors() if bound.facts_of(name).sorted)
         # A generated kernel's dense product would be no faster than its products of blocks.
         library = self.options.backend == "auto" and not self.options.deterministic

@@ -1,0 +1,185 @@
+"""The system's C compiler: texts become functions of shared libraries, at once or while other code serves.
+
+What a text became is kept in the cache folder under all that the machine code depends on: the text, the compiler and
+its flags, and what the processor can do. Compilation runs in a process of its own, several at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from insum_nn.compiler.kernels.ahead import processors
+from insum_nn.compiler.schedule.cache_folder import own_folder
+
+__all__ = ["CFunction", "background", "find_compiler"]
+
+# Lanes and accumulators are explicit in the text, so nothing may reorder sums: `-ffast-math` neither, and a library that
+# is linked with it would make the whole process flush denormal numbers. gcc's own vectorizers gain nothing then, and
+# take most of the time.
+_FLAGS = (
+    "-std=gnu11 -O2 -fno-tree-vectorize -fno-tree-slp-vectorize -fno-math-errno -fno-trapping-math -shared -fPIC -w"
+).split()
+# Seconds after which a compilation is given up; the slowest of the kernels of all tests takes a tenth.
+_LONGEST = 60.0
+# Compilations at one time.
+_SEVERAL = 4
+
+
+@functools.cache
+def find_compiler() -> tuple[str, ...] | None:
+    """The command of the system's C compiler with its flags: `CC`, else cc, gcc or clang; `None`: there is none."""
+    for name in (os.environ.get("CC") or "cc", "gcc", "clang"):
+        path = shutil.which(name)
+        if path is not None:
+            # An interpreted or cross-compiled environment may know no native processor.
+            native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+            return (path, *_FLAGS, native)
+    return None
+
+
+@functools.cache
+def _environment() -> str:
+    """What machine code depends on besides its text: the compiler, its flags, the processor's features."""
+    command = find_compiler()
+    assert command is not None
+    compiler = os.stat(os.path.realpath(command[0]))
+    return json.dumps([command, compiler.st_size, compiler.st_mtime_ns, _processor()])
+
+
+def _processor() -> Sequence[str]:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        lines = file.read().partition("\n\n")[0].splitlines()
+    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+    return [line for line in lines if line.startswith(wanted)]
+
+
+def background() -> bool:
+    """Whether functions are compiled while other code serves; `INSUM_NN_COMPILE_WORKERS=0`: calls wait for them."""
+    return os.environ.get("INSUM_NN_COMPILE_WORKERS") != "0"
+
+
+class CFunction:
+    """A function of a C text, whose arguments are pointers and then integers.
+
+    Attributes:
+        text: the C text.
+        name: the function's name in it.
+        run: the function; `None`: it is not compiled yet, or could not be.
+        error: why it could not be compiled; empty where it could, or nothing was tried yet.
+    """
+
+    __slots__ = ("_compiled", "_workers", "error", "integers", "name", "pointers", "run", "text")
+
+    def __init__(self, text: str, name: str, pointers: int, integers: int) -> None:
+        self.text, self.name, self.pointers, self.integers = text, name, pointers, integers
+        self.run: Any = None
+        self.error = ""
+        self._workers: _Workers | None = None
+        self._compiled = threading.Event()
+
+    def request(self) -> None:
+        """Have it compiled, unless this process did so before; others run in the meantime."""
+        if self._workers is not _workers and not self._compiled.is_set():
+            self._workers = _workers
+            _workers.submit(self)
+
+    def wait(self) -> None:
+        """Return when it is compiled, or could not be."""
+        self.request()
+        self._compiled.wait()
+
+    def find(self) -> bool:
+        """Load it where some process compiled it before, and tell whether it did."""
+        folder = own_folder("c")
+        path = None if folder is None else folder / f"{self._key()}.so"
+        if path is not None and path.exists():
+            self._load(path)
+        return self.run is not None
+
+    def compile(self) -> None:
+        """Compile and load it now."""
+        try:
+            if not self.find():
+                self._build()
+        except (OSError, subprocess.SubprocessError, AttributeError) as error:
+            self.error = str(error)
+        finally:
+            self._compiled.set()
+
+    def _key(self) -> str:
+        return hashlib.sha256(f"{_environment()}\n{self.text}".encode()).hexdigest()[:40]
+
+    def _build(self) -> None:
+        command, folder = find_compiler(), own_folder("c")
+        assert command is not None
+        with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as place:
+            library = Path(place, "kernel.so")
+            done = subprocess.run(
+                [*command, "-x", "c", "-", "-o", str(library)],
+                input=self.text,
+                capture_output=True,
+                text=True,
+                timeout=_LONGEST,
+                cwd=place,
+            )
+            if done.returncode:
+                self.error = f"{command[0]} ended with status {done.returncode}: {done.stderr[:2000]}"
+                return
+            if folder is not None:
+                kept = folder / f"{self._key()}.so"
+                library.replace(kept)
+                library = kept
+            self._load(library)
+
+    def _load(self, path: Path) -> None:
+        function = ctypes.CDLL(str(path))[self.name]
+        function.restype = None
+        function.argtypes = [ctypes.c_void_p] * self.pointers + [ctypes.c_long] * self.integers
+        self.run = function
+        self._compiled.set()
+
+
+class _Workers:
+    """Threads that wait for the compiler's processes; a child of a fork begins with none."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[CFunction] = SimpleQueue()
+        self._threads = 0
+        self._lock = threading.Lock()
+
+    def submit(self, function: CFunction) -> None:
+        self._queue.put(function)
+        with self._lock:
+            if self._threads < min(_SEVERAL, processors()):
+                self._threads += 1
+                threading.Thread(target=self._work, name="insum_nn_cc", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._queue.get().compile()
+
+
+_workers = _Workers()
+
+
+def _in_child() -> None:
+    """Threads do not survive a fork."""
+    global _workers
+    _workers = _Workers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,288 @@
+"""Statements computed by one C function: its text, and the Python that allocates, sorts entries and calls it.
+
+    def body(pool, extents, shapes, initial):
+        t0, t1, t2 = pool
+        (e0_0, e0_1), = extents
+        (s0_0, s0_1), = shapes
+        if not t0.is_contiguous(): t0 = t0.contiguous()
+        ...
+        begin0, order0 = order_of(t2, s0_0)
+        out0 = empty((s0_0, s0_1), dtype=dtype0)
+        run(t0.data_ptr(), t1.data_ptr(), begin0.data_ptr(), order0.data_ptr(), out0.data_ptr(), e0_0, e0_1, 1)
+        return out0,
+
+Nothing of it depends on sizes or on index tensors, but for the extents that are compiled in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.codegen.c import CKernel, c_kernel, preludes
+from insum_nn.compiler.forms.tables import unroll
+from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
+from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
+from insum_nn.compiler.kernels.c_compiler import CFunction, background
+from insum_nn.compiler.kernels.c_structures import entries_of, order_of, sorting
+from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.printed import function_of_lines
+from insum_nn.compiler.runtime.library.fixed_extents import slot_indices
+from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
+from insum_nn.compiler.schedule.canonical import Tables
+
+__all__ = ["Body", "CProgram", "Part", "Sizes", "algorithm_of", "compiled_extents", "limits_of_extents"]
+
+Sizes = tuple[int, ...]
+# The tensors, the extents and the output's shape of each statement, the initial value of the first output.
+Body = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...]]
+_ENTRY = "insum"
+# Multiplications from which threads share a kernel; to wake them takes as long as some thousand.
+_DIVIDED = 1 << 16
+# Calls by library calls before a program is compiled: most statements of a process run once.
+_PATIENCE = 1
+# Extents up to which axes of a model, and slots of a group, are compiled in.
+_MOST_FEATURES, _MOST_SLOTS = 128, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the statements.
+
+    Attributes:
+        bound: the statement in canonical names, with the extents that are compiled in.
+        tables: its static tensors by canonical name.
+        places: of its tensors among those of the program.
+        output: the number of the output that it adds to.
+    """
+
+    bound: Bound
+    tables: Tables
+    places: tuple[int, ...]
+    output: int = 0
+
+
+def algorithm_of(bound: Bound, tables: Tables) -> Kernel:
+    """The kernel of a statement, whose static tables are unrolled."""
+    kernel = build(bound)
+    found = unroll(bound, dict(tables))
+    return fold_static_tables(kernel, found.tables, found.names, found.places) if found.tables else kernel
+
+
+def compiled_extents(bound: Bound, tables: Tables, extents: Sizes) -> tuple[tuple[str, int], ...]:
+    """The indices whose extents are compiled in, with these; see `limits_of_extents`."""
+    limits = limits_of_extents(bound, frozenset(name for name, _ in tables))
+    return tuple([(i, n) for (i, most), n in zip(limits, extents, strict=True) if n <= most])
+
+
+@lru_cache(maxsize=1024)
+def limits_of_extents(bound: Bound, tables: frozenset[str]) -> tuple[tuple[str, float], ...]:
+    """Up to which extent each index is compiled in: those of a model are rather than those of its data.
+
+    These are all indices of static tables, slots of a group, and axes behind the first one that no index tensor has.
+    Nothing depends on earlier calls: the same call runs the same code in every process.
+    """
+    layout, statement = bound.layout, bound.statement
+    always = {index.name for access in statement.accesses() if access.name in tables for index in access.indices()}
+    slots = slot_indices(bound)
+    found: list[tuple[str, float]] = []
+    for place, name in enumerate(layout.indices):
+        indexed = any(layout.tensors[n] in layout.index_tensors for n, _ in layout.plain[place])
+        inner = any(axis > 0 for _, axis in layout.plain[place]) or any(axis > 0 for axis in layout.written[place])
+        most = _MOST_SLOTS if name in slots else _MOST_FEATURES if inner and not indexed else -1
+        found.append((name, math.inf if name in always else most))
+    return tuple(found)
+
+
+class CProgram:
+    """Statements computed by one C function, one after the other.
+
+    Args:
+        parts: the statements; those of one output stand together, and only the first statement has an initial value.
+
+    Raises:
+        NotInCError: one is not of the printer's kind.
+
+    Attributes:
+        kernels: what each statement became.
+        text: the C text.
+        host: the text of `body`.
+        function: the C function, compiled or not.
+        compiled: all is compiled that `body` calls.
+        body: runs the statements, where the function is compiled.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
+        own = [p.bound if at == 0 or parts[at - 1].output != p.output else _adding(p.bound) for at, p in enumerate(parts)]
+        self.kernels = [c_kernel(algorithm_of(b, p.tables), f"k{n}") for n, (b, p) in enumerate(zip(own, parts, strict=True))]
+        printed = _Printed(self.parts, own, self.kernels)
+        self.text = "\n".join([*preludes(self.kernels), *(kernel.text for kernel in self.kernels), printed.entry])
+        self.function = CFunction(self.text, _ENTRY, printed.pointers, printed.integers)
+        self.sorts = [each for dtype in printed.sorted for each in sorting(dtype)]
+        self.host = "\n".join(printed.lines)
+        names = {**printed.names, "run": self._run, "threads": torch.get_num_threads}
+        names |= {"entries_of": entries_of, "order_of": order_of}
+        names |= {"empty": torch.empty, "zeros": torch.zeros}
+        self._names = names
+        self.compiled = False
+        self._calls = 0
+        self.body: Body = function_of_lines(printed.lines, names, f"{self.parts[0].bound.statement.text} in C")
+
+    def called(self, *, wait: bool) -> bool:
+        """Whether all is compiled that `body` calls; a statement that runs again is, after a while or at once.
+
+        `wait`: library calls must not serve in the meantime, as they round otherwise.
+        """
+        self._calls += 1
+        if wait or not background():
+            self.wait()
+        elif self._calls > _PATIENCE:
+            self.request()
+        if self.function.run is None or any(sort.run is None for sort in self.sorts):
+            return False
+        self._names["run"] = self.function.run
+        self.compiled = True
+        return True
+
+    @property
+    def error(self) -> str:
+        """Why it cannot be compiled; empty where it can, or nothing is known yet."""
+        return next((each.error for each in (self.function, *self.sorts) if each.error), "")
+
+    def find(self) -> None:
+        """Load what was compiled before."""
+        for each in (self.function, *self.sorts):
+            if each.run is None:
+                each.find()
+
+    def request(self) -> None:
+        """Have it compiled while other code serves."""
+        for each in (self.function, *self.sorts):
+            each.request()
+
+    def wait(self) -> None:
+        """Return when it is compiled, or cannot be."""
+        self.request()
+        for each in (self.function, *self.sorts):
+            each.wait()
+
+    @staticmethod
+    def _run(*_: Any) -> None:
+        raise AssertionError("called before it was compiled")
+
+
+def _adding(bound: Bound) -> Bound:
+    """A statement that adds to what an earlier one wrote."""
+    return replace(bound, has_initial=True)
+
+
+class _Printed:
+    """The entry of the C text, and the lines of `body`."""
+
+    def __init__(self, parts: Sequence[Part], bounds: Sequence[Bound], kernels: Sequence[CKernel]) -> None:
+        self.arguments: dict[str, str] = {}
+        self.numbers: dict[str, str] = {}
+        self.names: dict[str, Any] = {}
+        self.sorted: dict[torch.dtype, None] = {}
+        self.made: dict[str, str] = {}
+        self.calls: list[str] = []
+        count = 1 + max(place for part in parts for place in part.places) if any(p.places for p in parts) else 0
+        outputs = max(part.output for part in parts) + 1
+        self.lines = ["def body(pool, extents, shapes, initial):"]
+        self.lines += [f"({''.join(f't{n}, ' for n in range(count))}) = pool"] if count else []
+        sizes = [[f"e{n}_{i}" for i in range(len(p.bound.layout.indices))] for n, p in enumerate(parts)]
+        shapes = {p.output: [f"s{p.output}_{a}" for a in range(len(p.bound.layout.output_plain))] for p in parts}
+        for name, all_of in (("extents", sizes), ("shapes", [shapes[n] for n in range(outputs)])):
+            text = "".join(f"({''.join(f'{x}, ' for x in each)}), " if each else "_, " for each in all_of)
+            self.lines.append(f"({text}) = {name}")
+        used = {p.places[i] for p, k in zip(parts, kernels, strict=True) for i in _read(p, k)}
+        for n in sorted(used):
+            self.lines += [f"if not t{n}.is_contiguous():", f"    t{n} = t{n}.contiguous()"]
+        filled: set[int] = set()
+        for number, (part, bound, kernel) in enumerate(zip(parts, bounds, kernels, strict=True)):
+            places = dict(zip(map(str, bound.layout.tensors), part.places, strict=True))
+            where = {name: f"t{n}" for name, n in places.items()}
+            letters = dict(zip(bound.layout.indices, sizes[number], strict=True))
+            out = where[OUTPUT] = f"out{part.output}"
+            known = _Known(letters, shapes[part.output], places)
+            if kernel.structure is not None:
+                index, rows = kernel.structure
+                self.sort(bound.index_dtypes[bound.layout.tensors.index(index)], where, index, known.text(rows))
+            first = part.output not in filled
+            where[INITIAL] = "initial" if first else out
+            if first:
+                filled.add(part.output)
+                self.fill(part, bound, kernel, out, shapes[part.output])
+            pointers = [self.argument(where[name]) for name in kernel.pointers]
+            numbers = [self.number(known.text(Size(name))) for name in kernel.numbers]
+            work = " * ".join(letters.values()) or "1"
+            numbers.append(self.number(f"threads() if {work} > {_DIVIDED} else 1"))
+            self.calls.append(f"  {kernel.name}({', '.join([*pointers, *numbers])});")
+        given = [*(f"{name}.data_ptr()" for name in self.arguments), *self.numbers]
+        results = "".join(f"out{n}, " for n in range(outputs))
+        self.lines += [f"run({', '.join(given)})", f"return {results}"]
+        self.pointers, self.integers = len(self.arguments), len(self.numbers)
+        head = [*(f"void *{p}" for p in self.arguments.values()), *(f"long {n}" for n in self.numbers.values())]
+        self.entry = "\n".join([f"void {_ENTRY}({', '.join(head)}) {{", *self.calls, "}", ""])
+
+    def argument(self, name: str) -> str:
+        return self.arguments.setdefault(name, f"p{len(self.arguments)}")
+
+    def number(self, text: str) -> str:
+        return self.numbers.setdefault(text, f"n{len(self.numbers)}")
+
+    def sort(self, dtype: torch.dtype, where: dict[str, str], index: str, rows: str) -> None:
+        """Sort entries, once for all statements that walk them."""
+        made = f"{where[index]}, {rows}"
+        if made not in self.made:
+            self.made[made] = str(len(self.made))
+            self.sorted[dtype] = None
+            self.lines.append(f"begin{self.made[made]}, order{self.made[made]} = order_of(entries_of({where[index]}), {made})")
+        where["begin"], where["order"] = f"begin{self.made[made]}", f"order{self.made[made]}"
+
+    def fill(self, part: Part, bound: Bound, kernel: CKernel, out: str, shape: Sequence[str]) -> None:
+        """Allocate an output, with what it holds before the first statement."""
+        self.names[f"dtype{part.output}"] = bound.out_dtype
+        made = f"(({''.join(f'{s}, ' for s in shape)}), dtype=dtype{part.output})"
+        if bound.has_initial:
+            if INITIAL in kernel.pointers:
+                self.lines.append(f"initial = initial.expand(({''.join(f'{s}, ' for s in shape)})).contiguous()")
+            self.lines.append(f"{out} = empty{made}")
+            if kernel.filled:
+                self.lines.append(f"{out}.copy_(initial)")
+        else:
+            self.lines.append(f"{out} = {'zeros' if kernel.filled else 'empty'}{made}")
+
+
+def _read(part: Part, kernel: CKernel) -> list[int]:
+    """The positions of the tensors of a statement that its kernel reads, or that entries are sorted of."""
+    names = {*kernel.pointers, *([kernel.structure[0]] if kernel.structure else [])}
+    return [at for at, name in enumerate(part.bound.layout.tensors) if name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """How the sizes of a kernel are called in `body`."""
+
+    letters: dict[str, str]
+    shape: Sequence[str]
+    places: dict[str, int]
+
+    def text(self, size: Expr) -> str:
+        if isinstance(size, Const):
+            return str(int(size.value))
+        if isinstance(size, Op):
+            left, right = map(self.text, size.args)
+            return f"({left} {'+' if size.name == 'add' else '*'} {right})"
+        assert isinstance(size, Size)
+        if size.name in self.letters:
+            return self.letters[size.name]
+        name, _, axis = size.name.rpartition("_")
+        return self.shape[int(axis)] if name == OUTPUT else f"t{self.places[name]}.shape[{axis}]"
