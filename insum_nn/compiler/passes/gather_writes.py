@@ -1,0 +1,103 @@
+"""Turn affine writes into affine reads, so that each cell of the output is written at one point of the loops.
+
+    free p in 0 .. P:                              free q in 0 .. Q:
+      free r in 0 .. R:                    ->        sum r in 0 .. R:
+        out[p + r] += t0[p] * t1[r]                    out[q] += t0[q - r] * t1[r]   where 0 <= q - r < P
+
+What was scattered is then a sum in registers, whose result is written once.
+"""
+
+from __future__ import annotations
+
+from insum_nn.compiler.ir.access import affine_terms
+from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.nodes import (
+    Const,
+    Expr,
+    Index,
+    Kernel,
+    Load,
+    Loop,
+    Node,
+    Op,
+    Stmt,
+    Store,
+    add,
+    conjunction,
+    conjuncts,
+    multiply,
+    replacing,
+    walk,
+)
+
+__all__ = ["coefficient", "gather_writes", "indices_in", "nested"]
+
+
+def indices_in(*nodes: Node) -> set[Index]:
+    """The indices that nodes vary with, those of their conditions too."""
+    return {node for node in walk(*nodes) if isinstance(node, Index)}
+
+
+def coefficient(subscript: Expr, index: Index) -> int | None:
+    """By how much a subscript grows with an index; `None`: by what a tensor or a division says."""
+    if index not in indices_in(subscript):
+        return 0
+    if any(isinstance(node, Op) and node.name not in ("add", "mul") for node in walk(subscript)):
+        return None
+    terms, _ = affine_terms(subscript)
+    if any(index in indices_in(atom) for _, atom in terms if atom is not index):
+        return None
+    return sum(factor for factor, atom in terms if atom is index)
+
+
+def nested(loops: list[Loop], stores: tuple[Store, ...], outermost: frozenset[Index] = frozenset()) -> tuple[Stmt, ...]:
+    """Stores inside of loops, those that address the output outside of the others."""
+    written = outermost | indices_in(*(subscript for store in stores for subscript in store.subscripts))
+    body: tuple[Stmt, ...] = stores
+    for loop in reversed(sorted(loops, key=lambda each: each.index not in written)):
+        body = (Loop(loop.index, loop.begin, loop.end, "free" if loop.index in written else "sum", body),)
+    return body
+
+
+def gather_writes(kernel: Kernel) -> Kernel:
+    """Read where an affine subscript wrote, along every axis of the output where that can be said without a division.
+
+    A kernel of several stores is left as it is: they write different cells at one point.
+    """
+    while len(stores_of(kernel)) == 1 and (found := _gathered(kernel)) is not None:
+        kernel = found
+    return kernel
+
+
+def _gathered(kernel: Kernel) -> Kernel | None:
+    """The kernel after one such step; `None`: there is nothing to turn."""
+    loops, (store,) = loops_of(kernel), stores_of(kernel)
+    bounds = indices_in(*(bound for loop in loops for bound in (loop.begin, loop.end)))
+    for axis, written in enumerate(store.subscripts):
+        if isinstance(written, Index | Const | Load):
+            continue
+        elsewhere = bounds | indices_in(*(s for other, s in enumerate(store.subscripts) if other != axis))
+        for loop in sorted(loops, key=lambda each: int(each.end.value) if isinstance(each.end, Const) else -1):
+            step = coefficient(written, loop.index)
+            if step in (1, -1) and loop.begin is Const(0) and loop.index not in elsewhere:
+                return _moved(kernel, loops, store, axis, loop, step)
+    return None
+
+
+def _moved(kernel: Kernel, loops: list[Loop], store: Store, axis: int, loop: Loop, step: int) -> Kernel:
+    written, extent = store.subscripts[axis], store.buffer.shape[axis]
+    cell, rest = Index(f"cell{axis}"), replacing({loop.index: Const(0)})(written)
+    assert isinstance(rest, Expr)
+    # written = step * index + rest, and a step of 1 or -1 is its own inverse.
+    back = add(multiply(Const(step), cell), multiply(Const(-step), rest))
+    move = replacing({written: cell, loop.index: back})
+    inside = (Op("at_least", (cell, Const(0))), Op("less", (cell, extent)))
+    moved = [c for c in map(move, conjuncts(store.where)) if isinstance(c, Expr) and c not in inside]
+    # These come first: the others may read at the point that they allow.
+    where = conjunction([Op("at_least", (back, Const(0))), Op("less", (back, loop.end)), *moved])
+    subscripts = tuple(s for s in map(move, store.subscripts) if isinstance(s, Expr))
+    value = move(store.value)
+    assert isinstance(value, Expr)
+    stores = (Store(store.buffer, subscripts, value, store.combine, where),)
+    placed = [Loop(cell, Const(0), extent, "free", ()) if each is loop else each for each in loops]
+    return Kernel(kernel.inputs, kernel.results, nested(placed, stores), kernel.exact)

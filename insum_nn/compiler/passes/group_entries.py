@@ -1,0 +1,74 @@
+"""Walk entries by the matrix of a stack that multiplies them, so that neighbours share what is read of it.
+
+    free a in 0 .. A:                                   free row in 0 .. M:
+      free b in 0 .. B:                                   free entry in begin[row] .. begin[row + 1]:
+        sum c in 0 .. C:                         ->         free b in 0 .. B:
+          out[a, b] += t0[a, c] * t1[x0[a], c, b]             sum c in 0 .. C:
+                                                                out[order[entry], b] += t0[order[entry], c] * t1[row, c, b]
+
+The walk is the one of rows that are owned (`own_rows`), but the rows are those of a factor.
+"""
+
+from __future__ import annotations
+
+from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.nodes import Expr, Index, Kernel, Load, Op, Store, walk
+from insum_nn.compiler.passes.gather_writes import indices_in, nested
+from insum_nn.compiler.passes.own_rows import ROW, RowWalk, own_rows
+
+__all__ = ["factors_of_value", "group_entries", "plain_entry"]
+
+
+def factors_of_value(value: Expr) -> list[Expr]:
+    """The factors of a product, in order."""
+    if isinstance(value, Op) and value.name == "mul":
+        return [factor for arg in value.args for factor in factors_of_value(arg)]
+    return [value]
+
+
+def plain_entry(subscript: Expr) -> bool:
+    """Whether a subscript is an entry that is read at different indices and nothing else, as a walk by rows takes it."""
+    if not isinstance(subscript, Load) or subscript.where is not None or not subscript.subscripts:
+        return False
+    return all(isinstance(s, Index) for s in subscript.subscripts) and len({*subscript.subscripts}) == len(
+        subscript.subscripts
+    )
+
+
+def group_entries(kernel: Kernel) -> tuple[RowWalk, Load, Expr] | None:
+    """Walk a kernel of one store by the matrices of a stack, if it has one that a sum and all dense columns share.
+
+    Returns:
+        The walk, the read that selects a matrix, and how many matrices there are.
+    """
+    stores = stores_of(kernel)
+    selected = _selected(kernel, stores[0]) if len(stores) == 1 and stores[0].combine == "add" else None
+    if selected is None:
+        return None
+    entry, count = selected
+    walk_ = own_rows(kernel, entry, -1, permuted=True, rows=count)
+    walked = walk_.kernel
+    # The rows are no index of the output, but bound the entries, of which each is in one row only.
+    body = nested(loops_of(walked), stores_of(walked), frozenset((ROW,)))
+    grouped = Kernel(walked.inputs, walked.results, body, walked.exact)
+    return RowWalk(grouped, -1, walk_.entries), entry, count
+
+
+def _selected(kernel: Kernel, store: Store) -> tuple[Load, Expr] | None:
+    loops = loops_of(kernel)
+    sums = {loop.index for loop in loops if loop.role == "sum"}
+    looked_up = indices_in(
+        *(s for node in walk(store) if isinstance(node, Load | Store) for s in node.subscripts if isinstance(s, Load))
+    )
+    dense = {loop.index for loop in loops if loop.role == "free"} - looked_up
+    for factor in factors_of_value(store.value):
+        if not isinstance(factor, Load) or len(factor.subscripts) < 3:
+            continue
+        *_, last = factor.subscripts
+        if last in sums or not sums & {*factor.subscripts} or not dense <= indices_in(factor):
+            continue
+        for subscript, extent in zip(factor.subscripts, factor.buffer.shape, strict=True):
+            if plain_entry(subscript) and subscript not in store.subscripts:
+                assert isinstance(subscript, Load)
+                return subscript, extent
+    return None

@@ -1,0 +1,181 @@
+"""Place the loops of an algorithm for a CPU: lanes of vectors, a block of rows in registers, loops outside and sums.
+
+free n in 0 .. N:                            outer n
+  free o in 0 .. 64:                 ->        lanes o, 64 at a time
+    sum c in 0 .. C:                             sum c
+      out[n, o] += t0[n, c] * t1[c, o]
+
+The printer writes the loops in this order; which cell is summed in which order follows from the placement alone, never
+from how many threads run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, Store, conjuncts, walk
+from insum_nn.compiler.passes.gather_writes import coefficient, indices_in
+from insum_nn.compiler.passes.group_entries import factors_of_value
+from insum_nn.compiler.passes.own_rows import ENTRY, ROW
+from insum_nn.compiler.passes.written_cells import WrittenCells
+from insum_nn.compiler.schedule.space import Schedule
+
+__all__ = ["Placement", "extent_of", "place_lanes", "steps_of"]
+
+# Accumulators that stay in registers beside what is read.
+_REGISTERS = 12
+# Vectors of one row at a time.
+_VECTORS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the loops of a kernel go.
+
+    Attributes:
+        schedule: `m` rows of the block, `n` numbers along the lanes of the output at a time, `k` along those of a sum.
+        outer: loops over cells, outermost first.
+        rows: the loop of the register block.
+        sums: loops over terms, outermost first.
+        lanes: the loop along vectors; it is over cells, or over terms and then the innermost.
+    """
+
+    schedule: Schedule
+    outer: tuple[Loop, ...]
+    rows: Loop | None
+    sums: tuple[Loop, ...]
+    lanes: Loop | None
+
+
+def extent_of(loop: Loop) -> int | None:
+    """The extent of a loop, if it is compiled in."""
+    return int(loop.end.value) if isinstance(loop.end, Const) and loop.begin is Const(0) else None
+
+
+def steps_of(access: Load | Store, index: Index) -> list[int | None]:
+    """By how much the subscripts of an access grow with an index."""
+    return [coefficient(subscript, index) for subscript in access.subscripts]
+
+
+def place_lanes(
+    kernel: Kernel, cells: WrittenCells, width: int, apart: Callable[[Load | Store, Index], int], *, vectors: bool
+) -> Placement:
+    """Place the loops of a kernel by what its accesses do along each of them.
+
+    Args:
+        kernel: the algorithm.
+        cells: what it writes.
+        width: lanes of a vector.
+        apart: how far apart an access's neighbours along an index are in memory: 0, 1, or 2 for anything else.
+        vectors: the numbers have vectors.
+    """
+    loops, stores = loops_of(kernel), stores_of(kernel)
+    bounds = indices_in(*(bound for loop in loops for bound in (loop.begin, loop.end)))
+    lanes = _lanes(loops, stores, bounds, width, apart) if vectors else None
+    each = width * min(_VECTORS, -(-(extent_of(lanes) or width * _VECTORS) // width)) if lanes else 1
+    targets = len({store.subscripts for store in stores})
+    rows, count = _rows(loops, stores, lanes, bounds, each // width if lanes else 1, targets, cells)
+    written = indices_in(*(s for store in stores for s in store.subscripts if not isinstance(s, Index)))
+    outer = [loop for loop in loops if loop.role == "free" and loop is not lanes and loop is not rows]
+    # Loops that write apart can be divided among threads; a walk over entries is the longest.
+    outer.sort(key=lambda loop: (loop.index is not ROW, loop.index not in cells.apart, loop.index not in written))
+    sums = [loop for loop in loops if loop.role == "sum" and loop is not lanes]
+    reads = [node for store in stores for node in walk(store.value) if isinstance(node, Load)]
+    index_reads = [read for read in reads if read.buffer.name.startswith("x")]
+    sums.sort(
+        key=lambda loop: (loop.index is not ENTRY, -sum(loop.index in indices_in(read) for read in index_reads))
+    )
+    along_cells = lanes is not None and lanes.role == "free"
+    schedule = Schedule(m=count, n=each if along_cells else 1, k=each if lanes and not along_cells else 1)
+    return Placement(schedule, tuple(outer), rows, tuple(sums), lanes)
+
+
+def _lanes(
+    loops: Sequence[Loop],
+    stores: Sequence[Store],
+    bounds: set[Index],
+    width: int,
+    apart: Callable[[Load | Store, Index], int],
+) -> Loop | None:
+    """The loop whose neighbours are read and written next to each other at the least cost."""
+    values = [*dict.fromkeys(f for store in stores for f in factors_of_value(store.value))]
+    selects = any(store.combine != "add" for store in stores)
+
+    def cost(loop: Loop) -> float | None:
+        index = loop.index
+        conditions = [c for store in stores for c in conjuncts(store.where) if index in indices_in(c)]
+        if loop.begin is not Const(0) or index in bounds or index is ENTRY or index is ROW:
+            return None
+        if not all(_bounds_range(c, index) for c in conditions) or (selects and (conditions or loop.role == "sum")):
+            return None
+        total = 1.5 if loop.role == "sum" else 0.0
+        for value in values:
+            if not isinstance(value, Load):
+                if index in indices_in(value):
+                    return None
+                continue
+            if None in steps_of(value, index):
+                return None
+            total += (0.25, 1, 4)[apart(value, index)]
+        for store in stores if loop.role == "free" else ():
+            if None in steps_of(store, index):
+                return None
+            # A cell that all lanes write would be added to lane by lane.
+            if not any(steps_of(store, index)):
+                return None
+            total += (0.25, 1, 6)[apart(store, index)]
+        total += 0.3 * len(conditions) / len(stores)
+        extent = extent_of(loop)
+        # Lanes far apart are read one by one: of a loop as long as a batch only if nothing else is there.
+        return (total + (8 if extent is None and total >= 8 else 0)) / min(extent or width, width)
+
+    costs = [(found, number) for number, loop in enumerate(loops) if (found := cost(loop)) is not None]
+    if not costs or min(costs)[0] >= 0.8 * (len([v for v in values if isinstance(v, Load)]) + 0.5):
+        return None
+    return loops[min(costs)[1]]
+
+
+def _bounds_range(condition: Expr, index: Index) -> bool:
+    """Whether a condition says from where to where an index may run."""
+    if not isinstance(condition, Op) or condition.name not in ("at_least", "less"):
+        return False
+    value, bound = condition.args
+    return coefficient(value, index) not in (None, 0) and index not in indices_in(bound)
+
+
+def _rows(
+    loops: Sequence[Loop],
+    stores: Sequence[Store],
+    lanes: Loop | None,
+    bounds: set[Index],
+    vectors: int,
+    targets: int,
+    cells: WrittenCells,
+) -> tuple[Loop | None, int]:
+    """The loop whose values share most of what is read, and how many of them to keep in registers."""
+    reads = [*dict.fromkeys(n for s in stores for n in walk(s.value) if isinstance(n, Load))]
+    written = indices_in(*(s for store in stores for s in store.subscripts if not isinstance(s, Index)))
+    sums = {loop.index for loop in loops if loop.role == "sum"}
+    best: tuple[float, Loop] | None = None
+    for loop in loops:
+        index, extent = loop.index, extent_of(loop)
+        if loop.role != "free" or loop is lanes or index in bounds or index is ROW or extent == 1:
+            continue
+        if index in written and index is not ENTRY:
+            continue
+        gain = 0.0
+        for read in reads:
+            inside = indices_in(read)
+            along = lanes is not None and lanes.index in inside
+            if index not in inside and (along or sums & inside):
+                gain += 2.0 if along else 0.5
+        gain *= 1 if extent is None or extent >= 4 else extent / 4
+        if gain > (best[0] if best else 0.0):
+            best = gain, loop
+    if best is None:
+        return None, 1
+    room = _REGISTERS // vectors // targets if vectors * targets < 4 else 4 if targets == 1 else 1
+    count = min(extent_of(best[1]) or 99, room, 8)
+    return (best[1], count) if count > 1 else (None, 1)

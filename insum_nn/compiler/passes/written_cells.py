@@ -1,0 +1,102 @@
+"""Say of the stores of an algorithm whether two points of its free loops may write one cell, and whether all are written."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from insum_nn.compiler.ir.access import affine_terms
+from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, walk
+from insum_nn.compiler.passes.gather_writes import indices_in
+from insum_nn.compiler.passes.own_rows import ENTRY, ROW
+
+__all__ = ["WrittenCells", "written_cells"]
+
+# Cells up to which they are counted one by one.
+_MOST = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCells:
+    """What is known of the cells that a kernel writes.
+
+    Attributes:
+        once: each is written at one point of the free loops at most, by one sum.
+        all: every cell of the output is.
+        apart: loops of which no two values write one cell.
+    """
+
+    once: bool
+    all: bool
+    apart: frozenset[Index]
+
+
+def written_cells(kernel: Kernel, entries: Sequence[Expr] = ()) -> WrittenCells:
+    """Compare the subscripts of all stores; `entries`: what an entry of a walk by rows stands at."""
+    loops = {loop.index: loop for loop in loops_of(kernel)}
+    targets = [*dict.fromkeys(store.subscripts for store in stores_of(kernel))]
+    free = {index for index, loop in loops.items() if loop.role == "free"}
+    known = [_identified(target, entries) for target in targets]
+    columns = zip(*targets, strict=True)
+    apart = frozenset(c[0] for c in columns if isinstance(c[0], Index) and all(s is c[0] for s in c))
+    # Entries stand for their rows.
+    within = {*known[0], *({ROW} if ENTRY in known[0] else ())}
+    if len(targets) == 1 and free <= within:
+        (target,) = targets
+        plain = len({*target}) == len(target) and all(isinstance(s, Index) for s in target)
+        shape = stores_of(kernel)[0].buffer.shape
+        whole = plain and all(
+            loops[s].begin is Const(0) and loops[s].end is extent
+            for s, extent in zip(target, shape, strict=True)
+            if isinstance(s, Index)
+        )
+        return WrittenCells(True, whole, apart)
+    once, whole = _counted(targets, loops, stores_of(kernel)[0].buffer.shape, free)
+    return WrittenCells(once, whole, apart)
+
+
+def _identified(target: Sequence[Expr], entries: Sequence[Expr]) -> set[Index]:
+    """The indices that follow from where a store writes."""
+    found = {s for s in target if isinstance(s, Index)}
+    for s in target:
+        if isinstance(s, Load) and s.buffer.facts.unique and s.where is None:
+            found |= {index for index in s.subscripts if isinstance(index, Index)}
+    if entries and {*entries} <= {*target}:
+        found.add(ENTRY)
+    return found
+
+
+def _counted(
+    targets: Sequence[tuple[Expr, ...]], loops: dict[Index, Loop], shape: Sequence[Expr], free: Iterable[Index]
+) -> tuple[bool, bool]:
+    """Count the cells along the axes in which subscripts are more than one index alone."""
+    axes = [*range(len(targets[0]))]
+    alike = [a for a in axes if isinstance(targets[0][a], Index) and all(t[a] is targets[0][a] for t in targets)]
+    common = {targets[0][a] for a in alike}
+    rest = [a for a in axes if a not in alike]
+    if len(common) < len(alike) or not {*free} <= common | indices_in(*(t[a] for t in targets for a in rest)):
+        return False, False
+    whole = all(loops[i].begin is Const(0) and loops[i].end is shape[a] for a in alike if isinstance(i := targets[0][a], Index))
+    found, count = set[tuple[int, ...]](), 0
+    for target in targets:
+        subscripts = [target[a] for a in rest]
+        inner = sorted(indices_in(*subscripts), key=lambda index: index.name)
+        ends = [loops[index].end for index in inner]
+        lookups = any(isinstance(n, Load) or (isinstance(n, Op) and n.name not in ("add", "mul")) for n in walk(*subscripts))
+        if common & {*inner} or lookups or any(not isinstance(end, Const) for end in ends):
+            return False, False
+        extents = [int(end.value) for end in ends if isinstance(end, Const)]
+        count += math.prod(extents)
+        if count > _MOST:
+            return False, False
+        terms = [affine_terms(s) for s in subscripts]
+        for point in itertools.product(*map(range, extents)):
+            at = dict(zip(inner, point, strict=True))
+            found.add(tuple(offset + sum(k * at[a] for k, a in own if isinstance(a, Index)) for own, offset in terms))
+    cells = [shape[a] for a in rest]
+    sized = all(isinstance(extent, Const) for extent in cells)
+    full = whole and sized and len(found) == math.prod(int(e.value) for e in cells if isinstance(e, Const))
+    return len(found) == count, full

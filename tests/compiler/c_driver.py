@@ -1,0 +1,176 @@
+"""A bench for generated C: print statements, compile many at once, run them on tensors, beside the interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.codegen.c import CKernel, c_kernel, translation_unit
+from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
+from insum_nn.compiler.ir.interpret import interpret_kernel
+from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
+from insum_nn.compiler.lang.bind import bind
+from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
+from insum_nn.compiler.lang.shapes import resolve_extents
+from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
+from insum_nn.facts import IndexFacts, StaticTable
+
+__all__ = ["COMPILER", "FLAGS", "Case", "case_of", "compiled", "extent", "random_values", "sorted_entries"]
+
+COMPILER = shutil.which("cc")
+FLAGS = (
+    "-O2 -fno-tree-vectorize -fno-tree-slp-vectorize -march=native -fno-math-errno -fno-trapping-math -shared -fPIC"
+).split()
+
+
+def extent(expr: Expr, sizes: Mapping[str, int]) -> int:
+    """The value of an extent."""
+    if isinstance(expr, Const):
+        return int(expr.value)
+    if isinstance(expr, Size):
+        return sizes[expr.name]
+    assert isinstance(expr, Op)
+    a, b = (extent(arg, sizes) for arg in expr.args)
+    return a + b if expr.name == "add" else a * b
+
+
+def sorted_entries(entries: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Where the entries of each row begin, and the entries in the order of their rows; none of -1."""
+    flat = entries.reshape(-1).numpy()
+    order = np.argsort(flat, kind="stable")
+    order = order[flat[order] >= 0]
+    begin = np.searchsorted(flat[order], np.arange(rows + 1))
+    return torch.from_numpy(begin.astype(np.int32)), torch.from_numpy(order.astype(np.int32))
+
+
+@dataclass
+class Case:
+    """A kernel with everything that a call takes, by canonical names.
+
+    Attributes:
+        title: what it is.
+        kernel: the algorithm.
+        memory: its inputs.
+        sizes: by name.
+        shape: of the output.
+    """
+
+    title: str
+    kernel: Kernel
+    memory: dict[str, Tensor]
+    sizes: dict[str, int]
+    shape: tuple[int, ...]
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return getattr(torch, self.kernel.results[0].buffer.dtype)  # type: ignore[no-any-return]
+
+    def printed(self, name: str, *, threads: bool = False, **options: Any) -> CKernel:
+        contiguous = {name: tensor.is_contiguous() for name, tensor in self.memory.items()}
+        return c_kernel(self.kernel, contiguous=contiguous, threads=threads, name=name, **options)
+
+    def expected(self) -> Tensor:
+        """What the interpreter computes, in float64 or int64."""
+        return interpret_kernel(self.kernel, self.memory, self.sizes)[OUTPUT]
+
+    def numbers(self, names: Sequence[str]) -> list[int]:
+        found: list[int] = []
+        for name in names:
+            if name in self.sizes:
+                found.append(self.sizes[name])
+            else:
+                buffer, axis = name.rsplit("_stride_", 1)
+                found.append(self.memory[buffer].stride(int(axis)))
+        return found
+
+    def run(self, function: Any, printed: CKernel) -> Tensor:
+        """Call a function of the kernel's own arguments."""
+        memory = dict(self.memory)
+        if printed.structure is not None:
+            index, rows = printed.structure
+            memory["begin"], memory["order"] = sorted_entries(self.memory[index], extent(rows, self.sizes))
+        out = torch.zeros(self.shape, dtype=self.out_dtype)
+        if not printed.filled:
+            # What no kernel may leave.
+            out.fill_(float("nan") if out.is_floating_point() else 77)
+        memory[OUTPUT] = out
+        pointers = [ctypes.c_void_p(memory[name].data_ptr()) for name in printed.pointers]
+        function.restype = ctypes.c_int
+        status = function(*pointers, *(ctypes.c_long(n) for n in self.numbers(printed.numbers)))
+        assert status == 0
+        return out
+
+
+def case_of(
+    statement: Statement,
+    tensors: Mapping[str, Tensor],
+    *,
+    initial: Tensor | None = None,
+    sizes: Mapping[str, int] | None = None,
+    out_shape: Sequence[int | None] | None = None,
+    drop_outside: bool = False,
+    fixed: Sequence[str] = (),
+    static: Sequence[str] = (),
+    unrolled: Sequence[str] = (),
+    epilogue: Epilogue = PLAIN,
+    facts: Mapping[str, IndexFacts] | None = None,
+    compiled_in: int = 0,
+) -> Case:
+    """The kernel of a call; `compiled_in`: the greatest extent of axes that becomes a number."""
+    known = {n: IndexFacts(masked=bool((tensors[n] < 0).any())) for n in statement.index_tensors()}
+    bound = bind(statement, tensors, initial, facts={**known, **(facts or {})}, drop_outside=drop_outside, epilogue=epilogue)
+    layout, names = bound.layout, Names(statement)
+    ordered = [tensors[name] for name in layout.tensors]
+    extents = resolve_extents(statement, ordered, initial, dict(sizes or {}), out_shape)
+    by_index = dict(zip(layout.indices, extents.indices, strict=True))
+    bound = replace(bound, static=tuple((name, by_index[name]) for name in layout.indices if name in {*fixed, *unrolled}))
+    kernel = build(bound)
+    memory = {names.tensors[name]: tensor for name, tensor in zip(layout.tensors, ordered, strict=True)}
+    found = {names.indices[name]: n for name, n in by_index.items()}
+    found |= {f"{name}_{axis}": n for name, tensor in memory.items() for axis, n in enumerate(tensor.shape)}
+    found |= {f"{OUTPUT}_{axis}": n for axis, n in enumerate(extents.output)}
+    if static:
+        tables = {names.tensors[name]: StaticTable.of(tensors[name]) for name in static}
+        loops = [names.indices[name] for name in unrolled]
+        points: list[dict[str, int]] = [{}]
+        for name in unrolled:
+            points = [{**p, names.indices[name]: k} for p in points for k in range(by_index[name])]
+        kernel = fold_static_tables(kernel, tables, loops, points)
+        for name in static:
+            del memory[names.tensors[name]]
+    if initial is not None:
+        memory[INITIAL] = initial.expand(extents.output)
+    small: Any = {Size(name): Const(n) for name, n in found.items() if "_" in name and n <= compiled_in and name[-1] != "0"}
+    replaced = kernel.replace(small)
+    assert isinstance(replaced, Kernel)
+    return Case(str(statement), replaced, memory, found, tuple(extents.output))
+
+
+def compiled(kernels: Sequence[CKernel], folder: Path, *, threads: bool = False, flags: Sequence[str] = ()) -> Any:
+    """Compile kernels of different names as one library, with an entry `call_NAME` for each."""
+    assert COMPILER is not None
+    parts = [translation_unit([kernel], f"call_{kernel.name}") for kernel in kernels]
+    # Preludes of several kernels may stand in one file, each piece once.
+    pieces = dict.fromkeys(piece for part in parts for piece in part.split("\n\n"))
+    source, library = folder / "kernels.c", folder / "kernels.so"
+    source.write_text("\n\n".join(pieces))
+    own = [*FLAGS, *(["-fopenmp"] if threads else []), *flags]
+    made = subprocess.run([COMPILER, *own, str(source), "-o", str(library), "-lm"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[:3000]
+    assert "warning" not in made.stderr, made.stderr[:3000]
+    return ctypes.CDLL(str(library))
+
+
+def random_values(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Small numbers whose sums of products every dtype holds."""
+    return torch.randint(-2, 3, tuple(shape), generator=generator).to(dtype)
