@@ -26,6 +26,7 @@ from insum_nn.compiler.explain.loop_nest import (
     loop_lines,
     loop_notes,
 )
+from insum_nn.compiler.kernels.c_program import CProgram
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
@@ -82,9 +83,10 @@ class Explanation:
         extents: the extent of each index and of each output axis that no index names, with its source.
         output_shape: shape of the result; `None` when only the text is explained.
         tensors: the tensors read, and the initial value where there is one.
-        backend: `"eager"`, `"inductor"` or `"triton"`; `None` without tensors, and for a call without a single term.
+        backend: `"c"`, `"eager"`, `"inductor"` or `"triton"`; `None` without tensors, and for a call without a single term.
         reason: why this backend, or why there is no program.
-        torch_code: the library calls that run, or that Inductor compiles; `None` for generated kernels.
+        torch_code: the library calls that run, or that Inductor compiles, or what a call of a C function does on the
+            host; `None` for Triton's kernels.
         steps: what a call of generated kernels launches, in order.
         parts: of a statement that runs as several, what becomes of each.
         schedule: how a call is carried out.
@@ -148,7 +150,7 @@ class Explanation:
         """
         if self.parts:
             return "\n\n".join(f"# {part.statement}\n{part.kernel_source()}" for part in self.parts)
-        if self.backend == "triton":
+        if self.backend in ("c", "triton"):
             return "\n\n".join(self._sources)
         if self.backend != "inductor":
             return self.torch_code
@@ -356,6 +358,8 @@ def explain_program(
 def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor], initial: Tensor | None) -> Description:
     """Ask the program what it runs for a call."""
     library = program.library
+    if isinstance(program.run, CProgram):
+        return program.run.described()
     if library is None:
         assert isinstance(program.run, Generated)
         return program.run.described(tensors, extents, initial)

@@ -41,7 +41,8 @@ _SEVERAL = 4
 @functools.cache
 def find_compiler() -> tuple[str, ...] | None:
     """The command of the system's C compiler with its flags: `CC`, else cc, gcc or clang; `None`: there is none."""
-    for name in (os.environ.get("CC") or "cc", "gcc", "clang"):
+    named = os.environ.get("CC")
+    for name in (named,) if named else ("cc", "gcc", "clang"):
         path = shutil.which(name)
         if path is not None:
             # An interpreted or cross-compiled environment may know no native processor.
@@ -146,7 +147,7 @@ class CFunction:
 
     def _load(self, path: Path) -> None:
         function = ctypes.CDLL(str(path))[self.name]
-        function.restype = None
+        function.restype = ctypes.c_int
         function.argtypes = [ctypes.c_void_p] * self.pointers + [ctypes.c_long] * self.integers
         self.run = function
         self._compiled.set()

@@ -25,12 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.codegen.c import CKernel, c_kernel, preludes
+from insum_nn.compiler.codegen.c import CKernel, c_kernel
+from insum_nn.compiler.codegen.c_values import PIECES
 from insum_nn.compiler.forms.tables import unroll
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
 from insum_nn.compiler.kernels.c_compiler import CFunction, background
 from insum_nn.compiler.kernels.c_structures import entries_of, order_of, sorting
+from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.runtime.library.fixed_extents import slot_indices
@@ -107,7 +109,7 @@ class CProgram:
         parts: the statements; those of one output stand together, and only the first statement has an initial value.
 
     Raises:
-        NotInCError: one is not of the printer's kind.
+        NotInC: one is not of the printer's kind.
 
     Attributes:
         kernels: what each statement became.
@@ -121,9 +123,10 @@ class CProgram:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
         own = [p.bound if at == 0 or parts[at - 1].output != p.output else _adding(p.bound) for at, p in enumerate(parts)]
-        self.kernels = [c_kernel(algorithm_of(b, p.tables), f"k{n}") for n, (b, p) in enumerate(zip(own, parts, strict=True))]
+        self.kernels = [c_kernel(algorithm_of(b, p.tables), contiguous={}, threads=False, name=f"k{n}") for n, (b, p) in enumerate(zip(own, parts, strict=True))]
         printed = _Printed(self.parts, own, self.kernels)
-        self.text = "\n".join([*preludes(self.kernels), *(kernel.text for kernel in self.kernels), printed.entry])
+        pieces = dict.fromkeys(piece for kernel in self.kernels for piece in kernel.prelude.split(PIECES))
+        self.text = PIECES.join([*pieces, *(kernel.text for kernel in self.kernels), printed.entry])
         self.function = CFunction(self.text, _ENTRY, printed.pointers, printed.integers)
         self.sorts = [each for dtype in printed.sorted for each in sorting(dtype)]
         self.host = "\n".join(printed.lines)
@@ -172,6 +175,14 @@ class CProgram:
         self.request()
         for each in (self.function, *self.sorts):
             each.wait()
+
+    def described(self) -> Description:
+        """Describe what a call runs."""
+        state = "compiled" if self.function.run is not None else "library calls serve until it is compiled"
+        if self.error:
+            state = f"library calls serve, as it could not be compiled: {self.error}"
+        choices = [("structure", f"entries of {k.structure[0]} in the order of their values", "rows share what is read, and none is written twice") for k in self.kernels if k.structure]
+        return Description(f"one C function; {state}", sources=(self,), choices=tuple(choices), torch_code=self.host)
 
     @staticmethod
     def _run(*_: Any) -> None:
@@ -223,14 +234,13 @@ class _Printed:
             pointers = [self.argument(where[name]) for name in kernel.pointers]
             numbers = [self.number(known.text(Size(name))) for name in kernel.numbers]
             work = " * ".join(letters.values()) or "1"
-            numbers.append(self.number(f"threads() if {work} > {_DIVIDED} else 1"))
-            self.calls.append(f"  {kernel.name}({', '.join([*pointers, *numbers])});")
+            self.calls.append(f"{kernel.name}({', '.join([*pointers, *numbers])})")
         given = [*(f"{name}.data_ptr()" for name in self.arguments), *self.numbers]
         results = "".join(f"out{n}, " for n in range(outputs))
-        self.lines += [f"run({', '.join(given)})", f"return {results}"]
+        self.lines += [f"if run({', '.join(given)}):", "    raise MemoryError", f"return {results}"]
         self.pointers, self.integers = len(self.arguments), len(self.numbers)
         head = [*(f"void *{p}" for p in self.arguments.values()), *(f"long {n}" for n in self.numbers.values())]
-        self.entry = "\n".join([f"void {_ENTRY}({', '.join(head)}) {{", *self.calls, "}", ""])
+        self.entry = f"int {_ENTRY}({', '.join(head)}) {{\n  return {' || '.join(self.calls)};\n}}\n"
 
     def argument(self, name: str) -> str:
         return self.arguments.setdefault(name, f"p{len(self.arguments)}")
@@ -252,13 +262,8 @@ class _Printed:
         self.names[f"dtype{part.output}"] = bound.out_dtype
         made = f"(({''.join(f'{s}, ' for s in shape)}), dtype=dtype{part.output})"
         if bound.has_initial:
-            if INITIAL in kernel.pointers:
-                self.lines.append(f"initial = initial.expand(({''.join(f'{s}, ' for s in shape)})).contiguous()")
-            self.lines.append(f"{out} = empty{made}")
-            if kernel.filled:
-                self.lines.append(f"{out}.copy_(initial)")
-        else:
-            self.lines.append(f"{out} = {'zeros' if kernel.filled else 'empty'}{made}")
+            self.lines.append(f"initial = initial.expand(({''.join(f'{s}, ' for s in shape)})).contiguous()")
+        self.lines.append(f"{out} = {'zeros' if kernel.filled else 'empty'}{made}")
 
 
 def _read(part: Part, kernel: CKernel) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,6 +16,13 @@ from insum_nn.compiler.kernels.sized import Kernel
 __all__ = ["Description", "describe_kernel"]
 
 Choice = tuple[str, str, str]
+
+
+class Printed(Protocol):
+    """Something whose code can be shown."""
+
+    @property
+    def text(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,7 @@ class Description:
 
     schedule: str | None = None
     steps: tuple[str, ...] = ()
-    sources: tuple[Source, ...] = ()
+    sources: tuple[Printed, ...] = ()
     choices: tuple[Choice, ...] = ()
     torch_code: str | None = None
 

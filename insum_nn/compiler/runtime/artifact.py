@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.codegen.c import NotInCError
+from insum_nn.compiler.codegen.c import NotInC
 from insum_nn.compiler.kernels.c_program import (
     Body,
     CProgram,
@@ -46,6 +46,7 @@ from insum_nn.compiler.lang.index_checks import writes_sums
 from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.runtime.backends import choose_backend
+from insum_nn.compiler.runtime.composite.statement_choice import multiplies_by_matrices
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences
 from insum_nn.compiler.runtime.execution import Executables, forgets_programs, generation
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
@@ -158,6 +159,9 @@ class Artifact:
             tensors = [pool[at] for at in places]
             if choose_backend(bound, spec.options, tables=bool(spec.static))[0] != "c":
                 return None
+            indices = dict(zip(spec.layout.indices, sizes.indices, strict=True))
+            if spec.static and multiplies_by_matrices(spec.statement, dict(spec.static), indices):
+                return None
             if not spec.static and self._sequences[number].of(tensors, sizes) is not None:
                 return None
             if len(self.specs) == 1:
@@ -168,7 +172,7 @@ class Artifact:
             parts.append(Part(replace(own, static=static), self._tables[number], places, output))
         try:
             program = CProgram(parts)
-        except NotInCError:
+        except NotInC:
             return None
         program.find()
         return program

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, derivatives
+from insum_nn.compiler.runtime.artifact import Artifact
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.dispatch import (
     CheckedCall,
@@ -190,6 +191,57 @@ def kept_tensors(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...]:
     return found
 
 
+class _Together:
+    """The derivative programs of several tensors as one C function.
+
+    Attributes:
+        artifact: what runs them.
+        read: the positions of its tensors among those of the call, the gradient and the shares.
+        indices: for each program the positions of its extents among those of the call.
+        written: the position of the tensor that each output is the gradient of.
+    """
+
+    __slots__ = ("artifact", "indices", "read", "written")
+
+    def __init__(self, spec: Spec, pool: Sequence[Tensor | None], needs: Sequence[bool]) -> None:
+        values, names = spec.layout.value_tensors, spec.layout.tensors
+        self.written = [at for at, need in enumerate(needs) if need and names[at] in values]
+        steps = [(n, derived) for n, at in enumerate(self.written) for derived in _derived(spec, at)]
+        self.read = tuple(dict.fromkeys(place for _, derived in steps for place in derived.places))
+        slot = {place: n for n, place in enumerate(self.read)}
+        places = [tuple(slot[place] for place in derived.places) for _, derived in steps]
+        self.indices = tuple(derived.indices for _, derived in steps)
+        given: list[Any] = [pool[place] for place in self.read]
+        self.artifact = Artifact([derived.spec for _, derived in steps], places, [n for n, _ in steps], given)
+
+
+def _together(
+    call: Call, pool: Sequence[Tensor | None], shapes: Shapes, needs: Sequence[bool]
+) -> list[Tensor | None] | None:
+    """Compute several gradients by one C function; `None`: there is none, or one by one there is less to do."""
+    spec, grad = call.spec, pool[-2]
+    key = (tuple(needs), None if grad is None else grad.dtype)
+    found: _Together | None = spec.together.get(key)
+    if found is None:
+        found = spec.together[key] = _Together(spec, pool, needs)
+    if len(found.written) < 2 or not found.artifact.printed:
+        return None
+    given: list[Any] = [pool[place] for place in found.read]
+    own = call.indices
+    extents = [tuple([own[place] for place in places]) for places in found.indices]
+    outputs: list[tuple[int, ...]] = []
+    for at in found.written:
+        tensor = pool[at]
+        outputs.append(tuple(shapes[at] if tensor is None else tensor.shape))  # type: ignore[index]
+    made = found.artifact.run(given, extents, outputs, None)
+    if made is None:
+        return None
+    result: list[Tensor | None] = [None] * len(needs)
+    for at, gradient in zip(found.written, made, strict=True):
+        result[at] = gradient
+    return result
+
+
 def gradients(
     call: Call,
     tensors: Sequence[Tensor | None],
@@ -214,6 +266,8 @@ def gradients(
     spec = call.spec
     values, names, pool = spec.layout.value_tensors, spec.layout.tensors, (*tensors, grad, share)
     read = pool.__getitem__
+    if run is None and grad.is_cpu and (together := _together(call, pool, shapes, needs)) is not None:
+        return together
     found: list[Tensor | None] = []
     for position, need in enumerate(needs):
         total: Tensor | None = None

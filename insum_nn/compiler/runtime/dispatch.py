@@ -30,6 +30,7 @@ from insum_nn.compiler.runtime.arguments import call_key, check_static, kinds_of
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
+from insum_nn.compiler.runtime.composite.statement_choice import multiplies_by_matrices
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, Executables, clearings, generation
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
@@ -90,6 +91,7 @@ class Spec:
     programs: dict[Key, _Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
     calls: dict[CallKind, UnsizedCall | Call] = field(default_factory=dict, init=False, repr=False, compare=False)
     derived: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    together: dict[Key, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     kept: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
@@ -241,7 +243,7 @@ def prepare(
     """Check a call and find its program, or those of the statements that it is cut into."""
     programs = _checked_programs(spec, tensors, initial, extents)
     bound = programs.bound
-    if spec.static and programs.executables.backend == "c":
+    if spec.static and programs.executables.backend == "c" and not _by_matrices(spec, extents):
         other = None
     elif spec.static:
         # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
@@ -250,6 +252,11 @@ def prepare(
     else:
         other = programs.sequences.of(tensors, extents)
     return bound, other or programs.executables.of(tensors, extents)
+
+
+def _by_matrices(spec: Spec, extents: Extents) -> bool:
+    sizes = dict(zip(spec.layout.indices, extents.indices, strict=True))
+    return multiplies_by_matrices(spec.statement, dict(spec.static), sizes)
 
 
 def intermediates_of(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Hashable, ...]:

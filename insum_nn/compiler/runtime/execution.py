@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.forms.form import FormError
-from insum_nn.compiler.codegen.c import NotInCError
+from insum_nn.compiler.codegen.c import NotInC
 from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents
 from insum_nn.compiler.kernels.c_structures import clear_entries
 from insum_nn.compiler.kernels.generated import Generated
@@ -308,7 +308,7 @@ class Executables:
 
             try:
                 return _cached(key, build)
-            except NotInCError as error:
+            except NotInC as error:
                 why = self._refused[static] = str(error)
         if self.options.backend == "c":
             raise InsumFormatError(
@@ -399,6 +399,8 @@ def in_names_of(program: Executable, bound: Bound) -> Executable:
     own = named_as(bound, program.bound)
     if isinstance(program.run, Generated):
         return replace(program, bound=own, run=program.run.named(own))
+    if isinstance(program.run, CProgram):
+        return replace(program, bound=own)
     own = _without_unused_facts(own)
     library = library_calls_of(own, program.extents, program.options, compiled=program.backend == "inductor")
     return replace(program, bound=own, library=library)

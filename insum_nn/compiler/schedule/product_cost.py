@@ -87,6 +87,8 @@ class Cost:
 # torch has no fast products of fp16 and bf16 there.
 _CPU_PER_BYTE = {1: 1.0, 2: 1.0, 4: 3.0, 8: 1.5}
 _CPU_SINGLE, _CPU_CALL = 0.5, 2.5e5
+# A C function multiplies vectors, and keeps what it read for several rows.
+_C_SINGLE, _C_CALL = 1.5, 5e4
 # Of a GPU with matrix units, through caches: see the measured orders of A X W in docs/performance.md.
 _GPU_PER_BYTE = {1: 100.0, 2: 100.0, 4: 12.0, 8: 6.0}
 _GPU_SINGLE, _GPU_CALL = 4.0, 6e6
@@ -109,7 +111,8 @@ def dense_from(width: int, side: int) -> float:
 def machine_of(device_type: str, width: int, *, pairwise: bool, library: bool = False) -> Machine:
     """The machine that runs numbers of so many bytes; see `Machine`."""
     if device_type == "cpu":
-        return Machine(_CPU_PER_BYTE[width], _CPU_SINGLE, _CPU_CALL, pairwise)
+        single, call = (_CPU_SINGLE, _CPU_CALL) if pairwise else (_C_SINGLE, _C_CALL)
+        return Machine(_CPU_PER_BYTE[width], single, call, pairwise)
     return Machine(_GPU_PER_BYTE[width], _GPU_SINGLE, _GPU_CALL, pairwise, library)
 
 
