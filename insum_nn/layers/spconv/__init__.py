@@ -36,7 +36,7 @@ from insum_nn.layers.spconv import (
 )
 from insum_nn.layers.spconv.identity import Identity
 from insum_nn.layers.spconv.ops import ConvAlgo
-from insum_nn.layers.spconv.states import load_spconv_state_dict, spconv_state_dict
+from insum_nn.layers.spconv.states import spconv_state_dict
 from insum_nn.layers.voxel import conv as _convs
 from insum_nn.layers.voxel import pool as _pools
 from insum_nn.layers.voxel.conv import *
@@ -84,7 +84,6 @@ __all__ = [
     "functional",
     "hash",
     "identity",
-    "load_spconv_state_dict",
     "modules",
     "ops",
     "pool",

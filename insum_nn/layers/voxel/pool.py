@@ -125,8 +125,6 @@ class SparseMaxPool(_SparsePool):
     """
 
     EXPRESSION = SPARSE_MAX_POOL
-    # Also of layers that were pickled before it was an argument.
-    at_least: float | None = 0.0
 
     def __init__(self, *args: Any, at_least: float | None = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
