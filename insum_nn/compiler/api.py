@@ -10,6 +10,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.explain.html import Table, panel
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.kernels.launch import available as generates_kernels
@@ -79,6 +80,7 @@ __all__ = [
     "Program",
     "ProgramSum",
     "StatementCall",
+    "Table",
     "adds_atomically",
     "autocast_dtype",
     "built_program",
@@ -109,6 +111,7 @@ __all__ = [
     "needed_gradients",
     "options_text",
     "pairs_are_faster",
+    "panel",
     "paths_are_products",
     "pays_between",
     "positional_program",
