@@ -125,6 +125,8 @@ class SparseMaxPool(_SparsePool):
     """
 
     EXPRESSION = SPARSE_MAX_POOL
+    # What spconv's layers do, which `swap` builds by the constructor of all pools.
+    at_least: float | None = 0.0
 
     def __init__(self, *args: Any, at_least: float | None = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
