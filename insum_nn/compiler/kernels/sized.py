@@ -19,7 +19,7 @@ from torch import Tensor
 from insum_nn.compiler.forms.additional import memory_of
 from insum_nn.compiler.forms.coverage import Coverage
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.nest import Source, write_kernel
+from insum_nn.compiler.forms.nest import SOURCE_SHAPE, Source, write_kernel
 from insum_nn.compiler.forms.parameters import Launcher, Numbers, OnDevice, Strides, initial_steps
 from insum_nn.compiler.ir.nodes import Const
 from insum_nn.compiler.kernels.collection import block_of, write_collection
@@ -125,6 +125,7 @@ class UnsizedKernel:
             lambda: write_kernel(form, schedule, strides, precision),
             lambda made: made.to_json(form.bound),
             lambda value: Source.from_json(value, form.bound),
+            SOURCE_SHAPE,
         )
         self.numbers = Numbers(form.bound, source.arguments, source.grid, source.sizes)
         self.dtype = form.bound.out_dtype
