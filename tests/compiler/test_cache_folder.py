@@ -38,6 +38,7 @@ def test_what_is_written_is_read(root: Path, tmp_path: Path):
         (tmp_path / "elsewhere" / "else" / "a").read_bytes() == cache.read(tmp_path / "elsewhere/else", "a") == b"four"
     )
     assert cache.own_folder("plans") == root / "plans"
+    assert cache.own_folder(tmp_path / "elsewhere") == tmp_path / "elsewhere"
     (when,) = cache.times("plans").values()
     assert when == (root / "plans" / "a").stat().st_mtime_ns
     cache.remove("plans", ["a", "missing"])

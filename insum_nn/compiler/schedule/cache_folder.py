@@ -45,7 +45,6 @@ __all__ = [
     "write",
 ]
 
-_PRIVATE = 0o700
 _TEMPORARY = ".being-written-"
 # Written files take seconds; what is older belongs to a process that was killed.
 _SECONDS = 3600
@@ -68,7 +67,7 @@ def cache_folder() -> Path | None:
 
 def path_of(kind: str | Path, name: str = "") -> Path:
     """The path of a kind's folder or file, for messages: nothing is read or written by it."""
-    return (cache_folder() or Path()) / kind / name
+    return (kind if isinstance(kind, Path) else (cache_folder() or Path()) / kind) / name
 
 
 def own_folder(kind: str | Path) -> Path | None:
@@ -178,7 +177,7 @@ def _open_folder(kind: str | Path, stack: ExitStack) -> int | None:
             if place is None:
                 # Folders above are the user's affair, and get the mode that they always get.
                 path.parent.mkdir(parents=True, exist_ok=True)
-            os.mkdir(path if place is None else path.name, _PRIVATE, dir_fd=place)
+            os.mkdir(path if place is None else path.name, 0o700, dir_fd=place)
         try:
             place = os.open(path if place is None else path.name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=place)
         except OSError:
