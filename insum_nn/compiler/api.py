@@ -12,7 +12,6 @@ from torch import Tensor
 
 from insum_nn.compiler.explain.html import Table, panel
 from insum_nn.compiler.explain.report import Explanation
-from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.kernels.row_partition import keep_bitmasks, keep_lengths
 from insum_nn.compiler.lang.index_checks import stats_of
@@ -87,7 +86,6 @@ __all__ = [
     "by_table",
     "call_step",
     "call_traced",
-    "cold",
     "compile",
     "compile_built",
     "fits_between",
