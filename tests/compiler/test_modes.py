@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import insum_nn
 from insum_nn import IndexFacts, Options, Program, insum
 from insum_nn.compiler.lang.shapes import resolve_extents
+from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.errors import InsumShapeError
 from tests.ranks import new_pool
 
@@ -319,6 +320,36 @@ def test_a_traced_graph_refuses_an_affine_write_outside(
         # A missing entry writes nowhere.
         tensors["E"] = torch.tensor([max(entries[1], entries[0]) if "-2" in written else 0, -1])
         torch.testing.assert_close(graph(*tensors.values()), run(*tensors.values()))
+
+
+class Wrapped(Tensor):
+    """A class that replaces torch's calls."""
+
+
+def test_plain_eager_calls_are_told_from_all_others():
+    """They take shorter paths of equal results, which no comparison of numbers would miss."""
+    x = torch.ones(2)
+    assert is_plain_eager()
+    assert is_plain_eager(x, None, torch.nn.Parameter(x), torch.ones(2, requires_grad=True).exp())
+    negated = torch.ones(2, dtype=torch.complex64).conj().imag
+    for other in (torch.ones(2, device="meta"), x.as_subclass(Wrapped), negated):
+        assert not is_plain_eager(x, other)
+    found: list[bool] = []
+
+    def ask(y: Tensor) -> Tensor:
+        found.append(is_plain_eager(x))
+        return y + x
+
+    with FakeTensorMode():
+        found.append(is_plain_eager(x))
+    with forward_ad.dual_level():
+        ask(x)
+    torch.func.vmap(ask)(x.expand(3, 2))
+    torch.func.grad(lambda y: ask(y).sum())(x)
+    make_fx(ask)(x)
+    torch.jit.trace(ask, x, check_trace=False)
+    assert found == [False] * 6
+    assert is_plain_eager(x)
 
 
 BATCH = 4
