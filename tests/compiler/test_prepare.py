@@ -157,11 +157,11 @@ def test_other_threads_compute_while_a_gpu_step_is_collected(gpu: torch.device):
         found.append(insum_nn.insum("y[Row[p]] += 3 * v[p]", Row=edges[0], v=values.detach(), out_shape=(40,)))
 
     class Interrupted(Sums):
-        def forward(self, *inputs: Tensor) -> Tensor:
+        def forward(self, x: Tensor, edges: Tensor, values: Tensor) -> Tensor:
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
-            return super().forward(*inputs)
+            return super().forward(x, edges, values)
 
     module = Interrupted().to(gpu)
     forward = insum_nn.prepare(module, x, edges, values, backward=False)

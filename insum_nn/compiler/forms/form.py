@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from insum_nn.compiler.forms.combining import Combining, combining, in_order
@@ -31,6 +31,7 @@ from insum_nn.compiler.schedule.canonical import canonical_key, names_of
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.dtypes import dtype_of
 from insum_nn.facts import StaticTable
+from insum_nn.locks import cached_property
 
 __all__ = [
     "CELLS",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,13 +18,14 @@ from typing import Any, TypeVar
 
 from insum_nn.compiler.schedule.cache_folder import read, remove, sealed, times, unsealed, write
 from insum_nn.compiler.schedule.database import UNREADABLE, versions
+from insum_nn.locks import cached_property, new_lock
 from insum_nn.version import __version__
 
 __all__ = ["NO_PLAN", "Plan", "keep_plans"]
 
 T = TypeVar("T")
 _changed: dict[Plan, None] = {}
-_lock = threading.Lock()
+_lock = new_lock()
 _DAYS = 30
 _cleared = False
 
@@ -60,11 +60,11 @@ class Plan:
     def __init__(self, key: Mapping[str, Any] | None) -> None:
         self.key = key
 
-    @functools.cached_property
+    @cached_property
     def _text(self) -> str:
         return json.dumps([self.key, versions(), __version__, _compiler()], sort_keys=True)
 
-    @functools.cached_property
+    @cached_property
     def _decisions(self) -> dict[str, Any]:
         return self._read()
 

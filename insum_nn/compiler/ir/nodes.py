@@ -11,7 +11,6 @@ import math
 import operator
 import re
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 from insum_nn.facts import UNKNOWN, IndexFacts
+from insum_nn.locks import new_lock
 
 __all__ = [
     "OPERATIONS",
@@ -56,7 +56,7 @@ Combine = str
 Initial = Literal["none", "zero", "tensor"]
 Precision = Literal["ieee", "tf32", "tf32x3"]
 
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 class _Reference(weakref.ref[Any]):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.dtypes import dtype_of
+from insum_nn.locks import cached_property
 
 __all__ = ["WIDE", "Kernel", "UnsizedKernel", "prepare_kernel", "strides_of", "types_of"]
 

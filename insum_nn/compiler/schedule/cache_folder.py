@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import threading
 import time
 import warnings
 from collections.abc import Generator, Iterable
@@ -30,6 +29,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
+
+from insum_nn.locks import new_lock
 
 __all__ = [
     "cache_folder",
@@ -50,7 +51,7 @@ _TEMPORARY = ".being-written-"
 _SECONDS = 3600
 _warned: set[Path] = set()
 _swept: set[Path] = set()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def cache_folder() -> Path | None:

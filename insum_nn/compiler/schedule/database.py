@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import threading
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.schedule import cache_folder
 from insum_nn.compiler.schedule.canonical import canonical_key, digest
 from insum_nn.facts import StaticTable
+from insum_nn.locks import new_lock
 
 __all__ = [
     "UNREADABLE",
@@ -241,7 +241,7 @@ def write(key: Key, value: Mapping[str, Any]) -> None:
 _loaded: list[Path] = []
 _indexed: dict[Path, tuple[int, dict[str, Entry]]] = {}
 _single: dict[Path, Entry | None] = {}
-_lock = threading.RLock()
+_lock = new_lock()
 
 
 def export(path: str | os.PathLike[str]) -> int:

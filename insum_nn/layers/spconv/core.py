@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from insum_nn.errors import InsumRangeError, InsumShapeError
 from insum_nn.layers.extents import expand_nd as _expand
 from insum_nn.layers.voxel.conv_base import Activation
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
+from insum_nn.locks import cached_property
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap
 from insum_nn.structure.kernel_map.tables import order_by_mask
