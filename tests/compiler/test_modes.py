@@ -147,6 +147,47 @@ def test_compile_of_insum(operator: str):
     _compare_compiled("aot_eager", function, spmm_tensors(requires_grad=True))
 
 
+# Statements whose terms are counted by an extent: their text, and the shapes of their tensors with `None` for it.
+COUNTED: dict[str, dict[str, tuple[int | None, ...]]] = {
+    "y {} x[q]": {"x": (None,)},
+    "y {} x[S[q]]": {"x": (3,), "S": (None,)},
+    "y[i] {} x[i,q]": {"x": (2, None)},
+    "y[R[i]] {} x[i,q] * w[q]": {"R": (3,), "x": (3, None), "w": (None,), "y": (4,)},
+    "y[S[q],n] {} x[q,n]": {"S": (None,), "x": (None, 2), "y": (3, 2)},
+    "y[i] {} x[i,q] * w[k]": {"x": (2, None), "w": (3,), "y": (2,)},
+}
+
+
+def _counted(text: str, count: int) -> dict[str, Tensor]:
+    shapes = {name: [count if n is None else n for n in shape] for name, shape in COUNTED[text].items()}
+    return {
+        name: torch.zeros(shape, dtype=torch.int64) if name in "RS" else draw(*shape).requires_grad_()
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("text", COUNTED)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_graph_over_nothing(text: str, operator: str):
+    """Cells without terms are 0, or keep their initial value, as in a call that nothing records."""
+    tensors = {name: tensor.detach() for name, tensor in _counted(text, 0).items()}
+    graph = make_fx(lambda tensors: insum(text.format(operator), tensors=tensors))(tensors)
+    want = tensors["y"] if "y" in tensors else torch.zeros(COUNTED[text]["x"][:1] if "y[" in text else ())
+    assert torch.equal(graph(tensors), want.double())
+    if "y" in tensors and "R" not in tensors:
+        del tensors["y"]
+        shape = COUNTED[text]["y"]
+        graph = make_fx(lambda tensors: insum(text.format(operator), tensors=tensors, out_shape=shape))(tensors)
+        assert torch.equal(graph(tensors), torch.zeros_like(want))
+
+
+def test_compile_over_nothing():
+    text = "y[S[q],n] {} x[q,n]"
+    function = lambda **tensors: insum(text.format("max="), tensors=tensors)  # noqa: E731
+    for count in (2, 0):
+        _compare_compiled("aot_eager", function, _counted(text, count), dynamic=True)
+
+
 def test_compile_of_a_program_with_a_start_and_facts():
     program = insum_nn.compile(SPMM, facts={"Row": IndexFacts(masked=False, proven=True)})
 
