@@ -297,7 +297,7 @@ class PathProducts:
             self._run(own, operands, made)
             for number, part in sums.items():
                 rows = self.selects[number] or ""
-                found[number].index_add_(0, places(rows, start, own), part.narrow(0, 0, own))
+                found[number].index_add_(0, places(rows, start, own).long(), part.narrow(0, 0, own))
         return found
 
 
