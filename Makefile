@@ -46,7 +46,7 @@ SEEN := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN)
 RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(SEEN)
 
-.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint format types examples check gpu-check gpu-check-ranks sanitize bench bench-table docs docs-check constraints wheel wheel-check clean distclean
+.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint code-lines format types examples check gpu-check gpu-check-ranks sanitize bench bench-table docs docs-check constraints wheel wheel-check clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 18
@@ -125,6 +125,9 @@ lint: $(READY) ## style and changelog
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	@grep -qE '^## \[(Unreleased|[0-9]+\.[0-9]+\.[0-9]+)\]' CHANGELOG.md || { echo "CHANGELOG.md has no entry" >&2; exit 1; }
+
+code-lines: $(READY) ## print how many lines of code each folder has, and how many it may have
+	@PYTHONPATH=$(SEEN) $(PY) -m tests.code_lines
 
 format: $(READY) ## rewrite the files in the project's style
 	$(PY) -m ruff check --fix .

@@ -6,7 +6,6 @@ torch does not count leaves the version as it is; a request to read everything a
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from insum_nn.locks import new_lock
 
 __all__ = ["TensorCache", "builder_versions", "forget", "forgets", "insert", "same_view", "same_views", "unwritten"]
 
@@ -29,7 +30,7 @@ builder_versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 _views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _VIEWS_LIMIT = 8
 _caches: weakref.WeakSet[TensorCache[Any]] = weakref.WeakSet()
-_lock = threading.RLock()
+_lock = new_lock()
 
 
 def forgets(forgetter: Forget) -> Forget:
@@ -77,7 +78,7 @@ class TensorCache(Generic[Built]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._known: dict[Hashable, tuple[tuple[weakref.ref[Tensor], ...], Built]] = {}
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         _caches.add(self)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The package's layers: who may import whom, who may name which tool, how long a file may be.
+"""The package's layers: who may import whom, who may name which tool, how much code each folder may have.
 
 An import counts wherever it stands: inside a function, under `if TYPE_CHECKING`, in a `try`.
 """
@@ -15,18 +15,20 @@ from typing import Any
 
 import pytest
 
+from tests.code_lines import BUDGETS, Budget, code_lines, counted, over_budget
 from tests.source_tree import PACKAGE, ROOT, Source, module_of, package_modules, sources
 
 # folder or module of insum_nn -> what of ours it may import, in addition to its own folder.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "tensor_cache": set(),
+    "locks": set(),
+    "tensor_cache": {"locks"},
     "facts": set(),
     "dtypes": set(),
     "sorted_rows": set(),
     "tiles": set(),
     "version": set(),
-    "compiler": {"dtypes", "errors", "facts", "tensor_cache", "version"},
+    "compiler": {"dtypes", "errors", "facts", "locks", "tensor_cache", "version"},
     "schedules": {"compiler.schedule.database"},
     "formats": {"dtypes", "errors", "facts", "sorted_rows", "tensor_cache", "tiles"},
     # Maps are integers, which no statement computes: their kernels are launched as generated ones are.
@@ -35,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "dtypes",
         "errors",
         "facts",
+        "locks",
         "sorted_rows",
         "tensor_cache",
         "compiler.api",
@@ -46,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "dtypes",
         "errors",
         "facts",
+        "locks",
         "tensor_cache",
         "compiler.api",
         "compiler.options",
@@ -54,7 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "structure",
     },
     "models": {"errors", "layers"},
-    "datasets": {"errors"},
+    # The package has one private folder on disk.
+    "datasets": {"errors", "compiler.schedule.cache_folder"},
     "testing": {"dtypes", "errors", "facts", "compiler", "formats", "structure", "ops", "layers", "models"},
 }
 
@@ -157,24 +162,12 @@ CALLS_A_LIBRARY: dict[str, str] = {
     "insum_nn/layers/voxel/sequential.py": "the first of each voxel's points: integers",
 }
 
-# What a dtype decides, beyond what a call may have, stands with the rules by device.
-# file of ops/ or layers/ -> why it compares a dtype with one of torch's all the same.
-DTYPE_RULES: dict[str, str] = {"insum_nn/ops/graph_conv.py": "autocast leaves float64 as it is"}
-
 # Rules by device stand in `compiler/runtime/composite/statement_choice.py`.
 # file of ops/ or layers/ -> why it asks where a tensor is all the same; each line here is a debt.
 DEVICE_RULES: dict[str, str] = {
     "insum_nn/layers/spconv/cppcore.py": "spconv's interface names the kind of device",
     "insum_nn/layers/spconv/hash.py": "spconv's tables differ by device",
     "insum_nn/layers/spconv/utils.py": "spconv's interface compares kinds of devices",
-}
-
-# Rules by size stand there too; a constant above `_SMALL` looks like one.
-_SMALL = 8
-# file of ops/ or layers/ -> why it has such a constant all the same.
-SIZE_RULES: dict[str, str] = {
-    "insum_nn/layers/spconv/ops.py": "bits of spconv's masks",
-    "insum_nn/layers/spconv/table_ops.py": "bits of spconv's masks",
 }
 
 # What is kept of tensors is kept by one class, `insum_nn/tensor_cache.py: TensorCache`, which `forget` reaches.
@@ -184,10 +177,6 @@ NO_CACHES_OF_TENSORS = ("weakref", "torch.utils.weak")
 MAX_FILES = 14
 # folder -> why it holds more, or may for a while.
 LARGE_FOLDERS: dict[str, str] = {}
-MAX_LINES = 500
-# file -> why it is longer; each line here is a debt.
-LONG_FILES: dict[str, str] = {}
-
 MODULES = package_modules()
 
 
@@ -402,15 +391,6 @@ def library_calls(source: Source) -> list[int]:
     return lines
 
 
-def dtype_rules(source: Source) -> list[int]:
-    """The lines of a file that compare something with a dtype of torch's, or look for it in several."""
-    dtypes = ("float16", "bfloat16", "float32", "float64", "half", "float", "double")
-    compared = [node for node in ast.walk(source.tree) if isinstance(node, ast.Compare)]
-    parts = [part for node in compared for each in (node.left, *node.comparators) for part in ast.walk(each)]
-    named = [part for part in parts if isinstance(part, ast.Attribute) and getattr(part.value, "id", None) == "torch"]
-    return [part.lineno for part in named if part.attr in dtypes]
-
-
 def cached_functions(source: Source) -> list[int]:
     """The lines of a file that cache what a function returns."""
     return [line for name, line in source.dotted_names() if name in ("functools.lru_cache", "functools.cache")]
@@ -431,8 +411,6 @@ def cached_functions(source: Source) -> list[int]:
         (library_calls, "torch.nn.functional.linear(a, b)"),
         (library_calls, "from torch import bmm\nbmm(a, b)"),
         (library_calls, "out.index_add_(0, row, x)"),
-        (dtype_rules, "if x.dtype == torch.float64: ..."),
-        (dtype_rules, "x.dtype in (torch.float16, torch.bfloat16)"),
         (own_operators, 'import torch\n@torch.library.custom_op("a::b", mutates_args=())\ndef f(): ...'),
         (own_operators, 'from torch.library import define\ndefine("a::b", "() -> ()")'),
     ],
@@ -462,22 +440,6 @@ def test_the_check_of_device_rules_sees_them(text: str):
     assert device_rules(source) == [1]
 
 
-def thresholds(source: Source) -> list[str]:
-    """The numbers above `_SMALL` that a module names or compares with, as rules by size do."""
-    compared = [node for node in ast.walk(source.tree) if isinstance(node, ast.Compare)]
-    sides = [(node, side) for node in compared for side in (node.left, *node.comparators)]
-    found = [ast.unparse(node) for node, side in sides if isinstance(side, ast.Constant) and _is_large(side.value)]
-    for node in source.tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.BinOp):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            numbers = [n for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
-            # A power is large, whatever its exponent.
-            large = any(_is_large(n.value) for n in numbers)
-            if large or (isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.LShift | ast.Pow)):
-                found.append(ast.unparse(target))
-    return found
-
-
 @pytest.mark.parametrize(
     ("check", "known", "instead"),
     [
@@ -486,9 +448,7 @@ def thresholds(source: Source) -> list[str]:
         (own_operators, OWN_OPERATORS, "a statement is registered by the compiler"),
         (own_gradients, OWN_GRADIENTS, "a statement's gradients are derived by the compiler"),
         (library_calls, CALLS_A_LIBRARY, "write a statement"),
-        (dtype_rules, DTYPE_RULES, "the compiler chooses by dtype: runtime/composite/statement_choice.py"),
         (device_rules, DEVICE_RULES, "the compiler chooses by device: runtime/composite/statement_choice.py"),
-        (thresholds, SIZE_RULES, "the compiler chooses by size: runtime/composite/statement_choice.py"),
     ],
 )
 def test_operators_and_layers_keep_register_and_choose_nothing_else(
@@ -498,20 +458,6 @@ def test_operators_and_layers_keep_register_and_choose_nothing_else(
     found = {*faults(check, (s for s in MODULES.values() if within(s.module, folders)))}
     assert found - {*known} == set(), instead
     assert {*known} - found == set(), "these no longer do: take them off"
-
-
-def _is_large(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) > _SMALL
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["LONG = 16", "_MOST: int = 1 << 4", "A = 2**5", "_SHARE = 12.5", "def f(x):\n    return x.shape[0] >= 256"],
-)
-def test_the_check_of_size_rules_sees_them(text: str):
-    source = Source(ROOT / PACKAGE / "ops" / "x.py")
-    vars(source)["text"] = text
-    assert thresholds(source)
 
 
 def test_operators_and_layers_keep_nothing_of_tensors_in_ways_of_their_own():
@@ -604,11 +550,54 @@ def test_every_folder_is_a_package():
     assert missing == [], "without __init__.py a folder is left out of the built package"
 
 
-def test_files_stay_short():
-    lengths = {source.name: source.text.count("\n") for source in [*MODULES.values(), *sources("benchmarks")]}
-    long = {name: length for name, length in lengths.items() if length > MAX_LINES}
-    assert {*long} - {*LONG_FILES} == set(), f"find the missing stage, or give a reason: {long}"
-    assert {*LONG_FILES} - {*long} == set(), "these are short again, or gone: take them off LONG_FILES"
+def test_folders_hold_their_budgets_of_code():
+    counts = counted(MODULES)
+    assert {*counts} == {*BUDGETS}, "a folder needs a line in tests/code_lines.py: BUDGETS"
+    assert over_budget(counts, BUDGETS) == []
+
+
+def test_lines_of_code_are_those_that_hold_code():
+    text = '''"""The module.
+
+    More of it.
+    """
+
+import os  # 1
+
+
+# A comment.
+class A:  # 2
+    """A class."""
+
+    text: str = """3
+# 4
+    5"""
+    """What an attribute says is no docstring: 6."""
+
+    def f(self, x: int) -> int:  # 7
+        """A
+        function."""
+        return (  # 8
+
+            x  # 9
+        )  # 10
+
+
+def g(): """One line."""
+'''
+    assert code_lines(text) == 10
+    assert code_lines("") == 0
+
+
+def test_a_folder_over_its_budget_is_named_with_its_numbers():
+    source = Source(ROOT / PACKAGE / "ops" / "x.py")
+    vars(source)["text"] = "a = 1\n" * 4
+    counts = counted({source.module: source})
+    assert counts == {"ops": 4, PACKAGE: 4}
+    (message,) = over_budget(counts, {"ops": Budget(3, 2), PACKAGE: Budget(4, 2)})
+    assert "ops has 4 lines" in message
+    assert "budget is 3" in message
+    assert "Budgets only fall" in message
 
 
 # Examples and devices -------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.explain.html import Table, panel
 from insum_nn.compiler.explain.report import Explanation
-from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.kernels.row_partition import keep_bitmasks, keep_lengths
 from insum_nn.compiler.lang.index_checks import stats_of
@@ -79,13 +79,13 @@ __all__ = [
     "Program",
     "ProgramSum",
     "StatementCall",
+    "Table",
     "adds_atomically",
     "autocast_dtype",
     "built_program",
     "by_table",
     "call_step",
     "call_traced",
-    "cold",
     "compile",
     "compile_built",
     "fits_between",
@@ -109,6 +109,7 @@ __all__ = [
     "needed_gradients",
     "options_text",
     "pairs_are_faster",
+    "panel",
     "paths_are_products",
     "pays_between",
     "positional_program",

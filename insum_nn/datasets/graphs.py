@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from insum_nn.errors import InsumNameError, MissingExtraError
+from insum_nn.compiler.schedule.cache_folder import own_folder
+from insum_nn.errors import InsumFormatError, InsumNameError, MissingExtraError
 
 __all__ = ["karate_club", "planetoid"]
 
@@ -43,14 +44,15 @@ def planetoid(name: str, root: str | Path) -> Any:
     Args:
         name: `"Cora"`, `"CiteSeer"` or `"PubMed"`.
         root: holds `<name>/raw/ind.<name>.*`, as torch_geometric lays it out, or the files `ind.<name>.*` themselves.
-            What torch_geometric derives from them is written to `root` in the first case, and to the user's cache
-            folder where that is not possible.
+            What torch_geometric derives from them is written to `root` in the first case, and to the cache folder
+            (`INSUM_NN_CACHE_DIR`) where that is not possible.
 
     Returns:
         A `torch_geometric.data.Data` with `train_mask`, `val_mask` and `test_mask`.
 
     Raises:
         InsumNameError: a file is missing.
+        InsumFormatError: there is no folder that torch_geometric could write to.
         MissingExtraError: torch_geometric is not installed.
     """
     datasets = _datasets()
@@ -73,8 +75,13 @@ def _planetoid_folder(name: str, root: Path) -> Path:
         )
     if source is nested and os.access(root / name, os.W_OK):
         return root
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "insum_nn" / "planetoid" / hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]
+    folder = own_folder(f"planetoid-{hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]}")
+    if folder is None:
+        raise InsumFormatError(
+            f"torch_geometric writes beside the files of {name}, and there is no folder for that",
+            fix=f"move the files to {nested} of a folder that can be written, or name one in INSUM_NN_CACHE_DIR.",
+            path=str(root),
+        )
     raw = folder / name / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     for file in files:

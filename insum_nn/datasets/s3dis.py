@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-import zipfile
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from insum_nn.compiler.schedule.cache_folder import read, sealed, unsealed, write
 from insum_nn.datasets.rooms import CLASSES, UNLABELLED, Room, is_point_file, read_point_file, read_points
 from insum_nn.datasets.voxels import voxelize
-from insum_nn.errors import InsumFormatError, InsumNameError
+from insum_nn.errors import InsumNameError
 
 __all__ = ["S3DIS", "VoxelBatch", "VoxelSample", "collate", "read_room", "voxel_sample"]
 
@@ -192,7 +191,8 @@ class S3DIS(Dataset[VoxelSample]):
         areas: numbers of areas, in place of a split.
         rooms: names `Area_3/hallway_3` (or `hallway_3`) to keep; default all.
         voxel_size: edge in metres.
-        cache: folder of the cache; `"auto"`: `insum_nn/s3dis` in the user's cache folder; `None`: no cache.
+        cache: folder of the cache; `"auto"`: `s3dis` in the package's cache folder (`INSUM_NN_CACHE_DIR`); `None`: no
+            cache. A folder that others may write to is not used, and one that cannot be written keeps nothing.
         broken: what to do with a line that is no point; see `read_room`.
         transform: applied to each `Room` before it is cut into voxels.
 
@@ -216,7 +216,7 @@ class S3DIS(Dataset[VoxelSample]):
         self.voxel_size = voxel_size
         self.broken: Literal["raise", "skip"] = broken
         self.transform = transform
-        self.cache = _default_cache() if cache == "auto" else None if cache is None else Path(cache)
+        self.cache = "s3dis" if cache == "auto" else None if cache is None else Path(cache)
         if split is not None and split not in _SPLITS:
             raise InsumNameError(f"there is no split '{split}'", fix="pass 'train', 'val' or None.", got=split)
         wanted = areas if areas is not None else _SPLITS[split] if split is not None else None
@@ -254,21 +254,21 @@ class S3DIS(Dataset[VoxelSample]):
         path = self.paths[index]
         if self.cache is None:
             return read_room(path, broken=self.broken)
-        file = self.cache / f"{path.parent.name}-{path.name}-{_fingerprint(path, self.broken)}.npz"
-        room = _load(file, f"{path.parent.name}/{path.name}")
-        if room is None:
-            room = read_room(path, broken=self.broken)
-            _save(file, room)
+        file = f"{path.parent.name}-{path.name}-{_fingerprint(path, self.broken)}.npz"
+        held = unsealed(read(self.cache, file))
+        if held is not None:
+            with np.load(io.BytesIO(held)) as arrays:
+                labels = arrays["labels"].astype(np.int64)
+                return Room(f"{path.parent.name}/{path.name}", arrays["points"], arrays["colors"], labels)
+        room = read_room(path, broken=self.broken)
+        data = io.BytesIO()
+        np.savez(data, points=room.points, colors=room.colors, labels=room.labels.astype(np.int8))
+        write(self.cache, file, sealed(data.getvalue()))
         return room
 
 
 def _is_room(path: Path) -> bool:
     return path.is_dir() and ((path / "Annotations").is_dir() or (path / f"{path.name}.txt").is_file())
-
-
-def _default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "insum_nn" / "s3dis"
 
 
 def _fingerprint(path: Path, broken: str) -> str:
@@ -278,20 +278,3 @@ def _fingerprint(path: Path, broken: str) -> str:
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
-
-
-def _load(file: Path, name: str) -> Room | None:
-    """A room of the cache; `None` where it is not there or damaged."""
-    try:
-        with file.open("rb") as handle, np.load(handle) as held:
-            return Room(name, held["points"], held["colors"], held["labels"].astype(np.int64))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, InsumFormatError):
-        return None
-
-
-def _save(file: Path, room: Room) -> None:
-    """Write by renaming, so that a reader in another process sees a whole file or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".tmp", delete=False) as handle:
-        np.savez(handle, points=room.points, colors=room.colors, labels=room.labels.astype(np.int8))
-    Path(handle.name).replace(file)

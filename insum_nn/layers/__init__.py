@@ -9,7 +9,6 @@ A layer is imported at its first use, so that each needs only the package whose 
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,14 +81,6 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SparseConv2d":
-        warnings.warn(
-            "insum_nn.layers.SparseConv2d is now insum_nn.layers.PrunedConv2d; the old name goes with the next "
-            "release. The convolution of sparse voxels is insum_nn.layers.spconv.SparseConv2d.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        name = "PrunedConv2d"
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

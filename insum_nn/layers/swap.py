@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
+from insum_nn.compiler.api import Table, panel
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumFormatError, InsumNameError
 from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
@@ -22,8 +23,7 @@ from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible
 
 __all__ = ["SwapReport", "SwapRow", "swap"]
 
-# Where peers define their layers -> where users import these from. The report lists those that have no counterpart.
-# nequip is not among them: its modules hold each other, and those whose parts were swapped would be listed.
+# Where peers define their layers -> where users import these from. The parts of such a layer have no rows of their own.
 _PEERS = {
     "torch_geometric.nn.conv": "torch_geometric.nn",
     "spconv.pytorch": "spconv.pytorch",
@@ -54,10 +54,10 @@ class SwapRow:
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What `swap` did; `str()` is a table.
+    """What `swap` did; `str()` is a table, and so is what a notebook shows.
 
     Attributes:
-        rows: one per layer that was swapped, or that was left alone for a reason.
+        rows: one per layer that was swapped, and per module that was not, and holds parameters or computes something.
         model: the model; another object only if the model itself was a supported layer.
         dry_run: nothing was changed.
     """
@@ -77,15 +77,18 @@ class SwapReport:
         return tuple(row for row in self.rows if row.action == "left")
 
     def __str__(self) -> str:
-        header = ("layer", "class", "action", "detail")
+        return f"{self._table().text()}\n{self._count()}"
+
+    def _repr_html_(self) -> str:
+        return panel(self._count(), [self._table()])
+
+    def _count(self) -> str:
+        return f"{len(self.swapped)} {'would be ' * self.dry_run}swapped, {len(self.left)} left alone"
+
+    def _table(self) -> Table:
         action = {"swapped": "would swap" if self.dry_run else "swapped", "left": "left alone"}
-        lines = [header, *((row.name or "(model)", row.layer, action[row.action], row.detail) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        text = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        verb = "would be swapped" if self.dry_run else "swapped"
-        return "\n".join([*text, f"{len(self.swapped)} {verb}, {len(self.left)} left alone"])
+        rows = [(row.name or "(model)", row.layer, action[row.action], row.detail) for row in self.rows]
+        return Table(("layer", "class", "action", "detail"), rows)
 
 
 # The swap.
@@ -124,7 +127,9 @@ def swap(
         options: compile options of the new layers, the deterministic switch among them.
 
     A layer that cannot be replaced is left alone, and its row says why: what is parametrized, pruned or has hooks would
-    lose that, and the row names the call that takes it away.
+    lose that, and the row names the call that takes it away. Every other module that holds parameters, or computes
+    something by code of its own, has a row as well, unless layers in it were swapped. `swap` does not see the code
+    between layers: the row of a tensor product that may stand between a gather and a scatter names what fuses them.
 
     Returns:
         The report; its `model` is `model`, unless that is itself a supported layer.
@@ -190,6 +195,8 @@ class _Swap:
         self.made: dict[int, nn.Module] = {}
         self.pending: list[tuple[nn.Module, str, nn.Module]] = []
         self.fitted: set[str] = set()
+        # Modules that are swapped, and those that hold such or layers of ours.
+        self.changed: set[int] = set()
         # Modules stay alive for as long as their ids are keys.
         self.model = model
         self.owners: dict[int, list[str]] = {}
@@ -198,22 +205,34 @@ class _Swap:
             for key, parameter in module.named_parameters(name, recurse=False):
                 self.owners.setdefault(id(parameter), []).append(key)
 
-    def visit(self, module: nn.Module, name: str, parent: nn.Module | None) -> nn.Module:
-        """Return the replacement of a module, or itself; children first, for containers take theirs along."""
+    def visit(self, module: nn.Module, name: str, parent: nn.Module | None, *, part: bool = False) -> nn.Module:
+        """Return the replacement of a module, or itself; children first, for containers take theirs along.
+
+        Of a `part` of a peer's or torch's layer the layer's row speaks.
+        """
         if id(module) in self.made:
             return self.made[id(module)]
         self.made[id(module)] = module
+        place = len(self.rows)
         inside = self.convert(module, name, parent)
+        listed = len(self.rows) > place
         if inside is not None and not _is_container(inside):
             self.made[id(module)] = inside
+            self.changed.add(id(module))
             return inside
         target = module if inside is None else inside
         for key, child in list(_children(module)):
-            new = self.visit(child, f"{name}.{key}" if name else key, module)
+            new = self.visit(child, f"{name}.{key}" if name else key, module, part=part or _has_parts(module))
+            if id(child) in self.changed or _path_of(type(child)).startswith("insum_nn."):
+                self.changed.add(id(module))
             if inside is not None:
                 target._modules[key] = new
             elif new is not child:
                 self.pending.append((module, key, new))
+        # Only now is it known whether something in it was swapped.
+        reason = None if listed or self.skipped(name) else self.why_not(module, parent, part)
+        if reason is not None:
+            self.rows.insert(place, SwapRow(name, _shown(_path_of(_class_of(module))), "left", reason))
         self.made[id(module)] = target
         return target
 
@@ -232,13 +251,10 @@ class _Swap:
         place = "" if parent is None else f"{_path_of(_class_of(parent))}.{name.rpartition('.')[2]}"
         found = place if {place, path} <= CONVERTERS.keys() else path
         supported = found in CONVERTERS or pruning is not None
-        skipped = self.skipped(name)
+        reason = self.skipped(name)
         if not supported:
-            reason = self.why_not(module, path, parent)
-            if reason is not None and skipped is None:
-                self.rows.append(SwapRow(name, shown, "left", reason))
             return None
-        reason = skipped or _attached(module)
+        reason = reason or _attached(module)
         if reason is None and pruning is not None:
             reason = self.why_not_prune(module, parent)
         if reason is None:
@@ -268,7 +284,7 @@ class _Swap:
     def make(self, module: nn.Module, name: str, path: str, pruning: Pruning | None) -> tuple[nn.Module, str]:
         if pruning is None:
             try:
-                new = CONVERTERS[path](module)
+                new: Any = CONVERTERS[path](module)
             except NotConvertible:
                 raise
             except InsumError as error:
@@ -276,7 +292,11 @@ class _Swap:
             except Exception as error:
                 # Versions of peers differ; a layer that ours does not understand works on as it is.
                 raise NotConvertible(f"it could not be converted: {type(error).__name__}: {error}") from error
-            return new, type(new).__name__
+            kind = type(new).__name__
+            # Weights of each sample's own are those of edges, as a rule.
+            if kind == "TensorProduct" and new.weight_numel and not new.shared_weights:
+                kind += "; between a gather and a scatter, write TensorProductConv(product) for all three"
+            return new, kind
         arguments = _arguments(pruning)
         build = BlockSparseLinear.from_linear if isinstance(module, nn.Linear) else PrunedConv2d.from_conv2d
         _check_keys(arguments, list(signature(build).parameters)[1:], name, module)
@@ -317,24 +337,24 @@ class _Swap:
         self.fitted.update(fitting)
         return self.block_sparse[fitting[0]] if fitting else None
 
-    def why_not(self, module: nn.Module, path: str, parent: nn.Module | None) -> str | None:
-        """Why an unsupported module is worth a line, or `None`."""
-        if path.startswith("insum_nn."):
+    def why_not(self, module: nn.Module, parent: nn.Module | None, part: bool) -> str | None:
+        """Why a module that was not swapped is worth a line, or `None`."""
+        path = _path_of(_class_of(module))
+        if path.startswith("insum_nn.") or _is_container(module):
             return None
-        for kind in type(module).__mro__[1:]:
-            known = f"{kind.__module__}.{kind.__qualname__}"
-            if known in CONVERTERS:
-                return f"a subclass of {kind.__name__}, whose behaviour may differ"
         if type(module) in (nn.Linear, nn.Conv2d):
             return "dense; name it in block_sparse= to prune it"
+        if part:
+            return None
+        for kind in _class_of(module).__mro__[1:]:
+            if kind in (nn.Linear, nn.Conv2d) or _path_of(kind) in CONVERTERS:
+                return f"a subclass of {kind.__name__}, whose behaviour may differ"
         if isinstance(module, torch.jit.ScriptModule):
-            # What e3nn generates is a part of its layer.
-            inside = parent is not None and _peer_of(_class_of(parent).__module__) is not None
-            return None if inside else "compiled by TorchScript"
-        # A class of a private name is a part of a layer.
-        if _peer_of(path) is not None and not _is_container(module) and not type(module).__name__.startswith("_"):
-            return "no counterpart"
-        return None
+            return "compiled by TorchScript"
+        # The model itself is no layer, unless it is all that there is.
+        inner = parent is not None or not module._modules
+        computes = inner and id(module) not in self.changed and _computes(module, path)
+        return "no counterpart" if computes or _holds_parameters(module) else None
 
     def why_not_prune(self, module: nn.Module, parent: nn.Module | None) -> str | None:
         if isinstance(parent, nn.TransformerEncoderLayer):
@@ -372,6 +392,27 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module._modules.items():
         if child is not None:
             yield key, child
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    lists = (nn.ParameterList, nn.ParameterDict)
+    own = [module, *(child for child in module.children() if isinstance(child, lists))]
+    held = (parameter for part in own for parameter in part.parameters(recurse=False))
+    return not isinstance(module, lists) and next(held, None) is not None
+
+
+def _computes(module: nn.Module, path: str) -> bool:
+    """Return whether a module has code of its own, or is a peer's layer; what torch made of such is a part of it."""
+    code = getattr(type(module).forward, "__module__", "")
+    return _peer_of(path) is not None or not any(f"{name}.".startswith("torch.") for name in (code, path))
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Return whether what a module consists of are parts of one layer, of ours, torch's or a peer's."""
+    paths = [_path_of(kind) for kind in _class_of(module).__mro__]
+    known = paths[0].startswith("insum_nn.layers.") or _peer_of(paths[0]) is not None or {*paths} & CONVERTERS.keys()
+    torch_s = paths[0].startswith("torch.nn.") and (_holds_parameters(module) or is_parametrized(module))
+    return bool(known or torch_s) and not _is_container(module)
 
 
 def _class_of(module: nn.Module) -> type:

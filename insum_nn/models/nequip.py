@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -112,29 +111,6 @@ class Interaction(nn.Module):
         return self.gate(self.mix_out(messages) + self.itself(x, attributes))
 
 
-# Names in states that were saved when each round of messages held a whole radial network.
-_OF_A_ROUND = re.compile(r"(layers\.(\d+)\.(?:.+\.)?)radial\.layer(\d+)\.weight")
-
-
-def _rename_radial_weights(model: NequIP, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename the weights of whole radial networks; those of hidden layers become one tensor for all rounds."""
-    depth, hidden = len(model.radial.weights), dict[int, dict[int, str]]()
-    for key in [key for key in state if key.startswith(prefix)]:
-        match = _OF_A_ROUND.fullmatch(key, len(prefix))
-        if match is None:
-            continue
-        number = int(match[3])
-        if number == depth:
-            state[f"{prefix}{match[1]}radial_weight"] = state.pop(key)
-        else:
-            hidden.setdefault(number, {})[int(match[2])] = key
-    for number, keys in hidden.items():
-        # Of an incomplete state torch reports the names.
-        if sorted(keys) == list(range(model.radial.count)):
-            parts = [state.pop(keys[layer]) for layer in range(model.radial.count)]
-            state[f"{prefix}radial.weights.{number}"] = torch.stack(parts)
-
-
 class NequIP(nn.Module):
     """A potential: the energy of a configuration of atoms is a sum of terms that see their neighbours' directions.
 
@@ -225,7 +201,6 @@ class NequIP(nn.Module):
                 Linear(irreps, o3.Irreps([(max(num_features // 2, 1), (0, 1))])),
                 Linear(o3.Irreps([(max(num_features // 2, 1), (0, 1))]), o3.Irreps("0e")),
             )
-        self.register_load_state_dict_pre_hook(_rename_radial_weights)
 
     def forward(
         self,

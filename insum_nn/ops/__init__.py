@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from insum_nn.ops.block_linear import block_linear, block_linear_expression
 from insum_nn.ops.custom import contract, register
 from insum_nn.ops.elementwise import (
@@ -56,14 +53,3 @@ __all__ = [
     "ttm",
     "ttm_expression",
 ]
-
-_RENAMED = {"sparse_conv2d": "pruned_conv2d", "sparse_conv2d_expression": "pruned_conv2d_expression"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = _RENAMED[name]
-    message = f"insum_nn.ops.{name} is now insum_nn.ops.{new}; the old name goes with the next release."
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return globals()[new]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import GroupCOO
 from insum_nn.formats.convert import uncompressed
+from insum_nn.locks import cached_property
 from insum_nn.sorted_rows import entry_dtype, sort_pairs
 from insum_nn.structure.adjacency import Adjacency
 from insum_nn.structure.graph_entries import Flow, GraphEntries, Loops, check_edge_index, edge_entries

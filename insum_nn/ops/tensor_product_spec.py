@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError
+from insum_nn.locks import cached_property
 from insum_nn.structure.irreps import MODES, Entry, Mode, Path, dimension, offsets, weight_offsets
 from insum_nn.structure.plain_tensors import plain_tensors
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES
 from tests.compiler.interpreted import interpreter
 from tests.compiler.test_prepare import KERNEL, ROOT, Sums, code, operands
-from tests.pretended_gpu import H200, pretended_gpu
+from tests.pretended_gpu import H200, Pretence, pretended_gpu
 
 __all__ = ["interpreter"]
 
@@ -529,9 +530,27 @@ def test_what_is_measured_is_left_to_the_step(launched: Launched, monkeypatch: p
     assert not any(asked), "nothing was remembered of the rehearsal"
 
 
-def test_other_threads_launch_during_a_rehearsal():
+def test_a_missing_kernel_is_a_matter_of_its_own_thread(launched: Launched, monkeypatch: pytest.MonkeyPatch):
+    """While one thread is in a recorded call, another one needs a kernel."""
+    rehearsed: list[object] = []
+    monkeypatch.setattr(background.rehearsals, "call", rehearsed.append)
+    monkeypatch.setattr(background.cold, "call", ("of this thread",))
+
+    def other() -> None:
+        with Pretence(), torch.no_grad():
+            insum_nn.insum("y[i] += x[i] * x[i]", x=torch.ones(3), options=Options(backend="triton"))
+        assert background.cold.due
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(other).result()
+    assert launched.compiled
+    assert not rehearsed
+    assert not background.cold.due
+
+
+def test_other_threads_launch_meanwhile():
     seen: list[object] = []
-    with ahead.rehearse() as collection:
+    with ahead.collect() as collection:
         assert ahead.collecting() is collection
         thread = threading.Thread(target=lambda: seen.append(ahead.collecting()))
         thread.start()

@@ -14,8 +14,8 @@ import torch
 import insum_nn
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import cache_folder, tune
 from insum_nn.compiler.schedule import database as store
+from insum_nn.compiler.schedule import tune
 from insum_nn.compiler.schedule.select import Selected
 from insum_nn.compiler.schedule.space import Schedule
 
@@ -119,36 +119,3 @@ def test_values_of_other_kinds(folder: Path, value: object):
         if known is not None:
             found = known.candidate
             assert found.m * found.n * found.k <= 1 << 20
-
-
-# Whose folder it is.
-
-
-def test_folders_are_their_owners_alone(folder: Path):
-    before = os.umask(0)
-    try:
-        store.write(KEY, {})
-    finally:
-        os.umask(before)
-    for path in (folder, folder / "schedules"):
-        assert path.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
-@pytest.mark.parametrize("inner", [False, True])
-def test_a_folder_that_others_can_write_is_not_used(folder: Path, mode: int, inner: bool):
-    store.write(KEY, {"schedule": {}, "measured": []})
-    assert store.find(KEY) is not None
-    (folder / "schedules" if inner else folder).chmod(mode)
-    with pytest.warns(UserWarning, match="is not used, because others may write to it") as caught:
-        store.write({**KEY, "bucket": [9]}, {})
-    assert store.find(KEY) is None
-    assert len(caught) == 1
-    assert len(list((folder / "schedules").iterdir())) == 1
-
-
-def test_a_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    store.write(KEY, {})
-    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    with pytest.warns(UserWarning, match="it belongs to user"):
-        assert cache_folder.own_folder("plans") is None

@@ -24,6 +24,7 @@ from insum_nn import IndexFacts, Options
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.forms.defaults import default_schedule
+from insum_nn.compiler.ir.nodes import Buffer, Const, Kernel, Result, Store
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.lang.parser import parse
@@ -273,7 +274,38 @@ def test_steps_in_pieces_of_a_dense_axis(channels: int):
     assert_case(case, tensors, got)
 
 
+def test_a_condition_that_never_holds_masks_a_single_value():
+    """As a subscript outside of its tensor gives one in a traced graph, where sizes are not checked."""
+    out = Buffer("out", "float32", (Const(1),))
+    stores = [Store(out, (Const(0),), Const(1.0), "add", Const(held, "bool")) for held in (True, False)]
+    printed = triton_printer.print_kernel(Kernel((), (Result(out, "zero"),), (*stores,)))
+    source = kernel_of(CASES["spmv"], CASES["spmv"].draw(1), Schedule(m=2, k=2))[1].source
+    result = torch.zeros(1)
+    launch_module.function_of(replace(source, text=printed.text))[(1,)](result)
+    assert result.tolist() == [1]
+
+
 # Whole programs.
+
+
+@pytest.mark.parametrize("extent", [1, 2, 5])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "y[R[k,k]] += s[k,1]",
+        "y[R[k,0]] += s[k,0] * w[0,k]",
+        "y[R[0,0]] += s[k,1]",
+        "y[2] += s[k,1] * w[0,k]",
+        "y[R[k,0]+1] += s[k,1]",
+        "y[R[k,k]] += s[k,1] * w[1,k]",
+    ],
+)
+def test_constant_subscripts(expression: str, extent: int):
+    """Where they lie is known, so no condition on them is left, which Triton would refuse as the mask of one value."""
+    program = insum_nn.compile(expression, out_shape=(3,), options=GENERATED)
+    tensors = {"R": torch.randint(2, (extent, extent)), "s": torch.randn(extent, 2), "w": torch.randn(2, extent)}
+    named = {name: tensor for name, tensor in tensors.items() if name in program.statement.tensors()}
+    torch.testing.assert_close(program(tensors=named), program.reference(tensors=named).float())
 
 
 @pytest.mark.parametrize("name", NAMES)

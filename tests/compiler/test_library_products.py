@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -247,3 +248,33 @@ def test_a_structure_goes_with_each_of_its_index_tensors():
     del tensors
     gc.collect()
     assert len(library_calls._structures) < before
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("text", "extents"),
+    [
+        ("Out[Row[p],d] += X[p,d] * Y[p,d]", {"Out": (5, 3), "X": (7, 3), "Y": (7, 3), "Row": (7,)}),
+        ("Out[Row[g,q],d] += X[g,q,c] * W[Off[g],c,d]", {"Out": (5, 3), "X": (4, 2, 6), "Row": (4, 2), "W": (3, 6, 3)}),
+        ("Out[h,Row[p],d] += X[p,d] * W[h,p]", {"Out": (2, 5, 3), "X": (7, 3), "Row": (7,), "W": (2, 7)}),
+        ("Out[Row[p],Col[p]] += X[p]", {"Out": (5, 4), "X": (7,), "Row": (7,), "Col": (7,)}),
+    ],
+)
+def test_rows_are_added_by_int64(text, extents, index, monkeypatch):
+    """torch's loop for other indices takes several times as long; what is added is not written to."""
+    named = {name: torch.randn(shape) for name, shape in extents.items() if name not in ("Out", "Row", "Col")}
+    named |= {name: torch.randint(-1, 4, extents[name], dtype=index) for name in ("Row", "Col") if name in extents}
+    if "Off" in text:
+        named["Off"] = torch.tensor([0, 2, 0, 1], dtype=index)
+    copies = {name: tensor.clone() for name, tensor in named.items()}
+    seen, add = [], Tensor.index_add_
+
+    def noted(self, axis, places, rows):
+        seen.append(places.dtype)
+        return add(self, axis, places, rows)
+
+    monkeypatch.setattr(Tensor, "index_add_", noted)
+    agree(insum_nn.compile(text, out_shape=extents["Out"]), **named)
+    assert set(seen) == {torch.int64}
+    for name, tensor in named.items():
+        assert torch.equal(tensor, copies[name]), name

@@ -14,7 +14,7 @@ from insum_nn.compiler.forms.nest import nest_of
 from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
 from insum_nn.compiler.ir.interpret import interpret_kernel
-from insum_nn.compiler.ir.nodes import Const, Index, Kernel, Op, Store, walk
+from insum_nn.compiler.ir.nodes import Const, Index, Kernel, Op, Size, Store, conjunction, operation, walk
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
@@ -111,6 +111,18 @@ def test_equal_nodes_are_one_object():
     renamed = {"row": tensors["Row"], "ROW": tensors["Val"], "Row": tensors["Col"], "x": tensors["B"]}
     facts = {"row": FACTS["Row"], "Row": FACTS["Col"]}
     assert build(bound_of(SPMM, tensors)) is build(bound_of("c[row[X],acc] += ROW[X] * x[Row[X],acc]", renamed, facts))
+
+
+def test_what_is_known_of_constants_is_no_condition():
+    size, index = Size("A"), Index("a")
+    assert operation("less", Const(1), Const(2)) is Const(True, "bool")
+    assert operation("less", Const(1), size) is Op("less", (Const(1), size))
+    assert conjunction([operation("at_least", Const(0), Const(0)), None]) is None
+    false, inside = operation("less", Const(2), Const(2)), operation("less", index, size)
+    assert conjunction([operation("at_least", Const(3), Const(0)), inside, false]) is Op("and", (inside, false))
+    tensors = {"R": torch.zeros(1, 1, dtype=torch.int64), "s": torch.ones(1, 2)}
+    (store,) = _stores(build(bound_of("y[R[k,k]] += s[k,1]", tensors, {"R": IndexFacts(masked=False)})))
+    assert store.where is Op("less", (Const(1), Size("t0_1")))
 
 
 def test_kernels_print_as_text():

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import insum_nn
 from insum_nn import IndexFacts, Options, Program, insum
 from insum_nn.compiler.lang.shapes import resolve_extents
+from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.errors import InsumShapeError
 from tests.ranks import new_pool
 
@@ -144,6 +145,47 @@ def test_compile_of_insum(operator: str):
         return insum(expression, Row=Row, Col=Col, Val=Val * 2, B=B.sin(), out_shape=(ROWS, None)).cos()
 
     _compare_compiled("aot_eager", function, spmm_tensors(requires_grad=True))
+
+
+# Statements whose terms are counted by an extent: their text, and the shapes of their tensors with `None` for it.
+COUNTED: dict[str, dict[str, tuple[int | None, ...]]] = {
+    "y {} x[q]": {"x": (None,)},
+    "y {} x[S[q]]": {"x": (3,), "S": (None,)},
+    "y[i] {} x[i,q]": {"x": (2, None)},
+    "y[R[i]] {} x[i,q] * w[q]": {"R": (3,), "x": (3, None), "w": (None,), "y": (4,)},
+    "y[S[q],n] {} x[q,n]": {"S": (None,), "x": (None, 2), "y": (3, 2)},
+    "y[i] {} x[i,q] * w[k]": {"x": (2, None), "w": (3,), "y": (2,)},
+}
+
+
+def _counted(text: str, count: int) -> dict[str, Tensor]:
+    shapes = {name: [count if n is None else n for n in shape] for name, shape in COUNTED[text].items()}
+    return {
+        name: torch.zeros(shape, dtype=torch.int64) if name in "RS" else draw(*shape).requires_grad_()
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("text", COUNTED)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_graph_over_nothing(text: str, operator: str):
+    """Cells without terms are 0, or keep their initial value, as in a call that nothing records."""
+    tensors = {name: tensor.detach() for name, tensor in _counted(text, 0).items()}
+    graph = make_fx(lambda tensors: insum(text.format(operator), tensors=tensors))(tensors)
+    want = tensors["y"] if "y" in tensors else torch.zeros(COUNTED[text]["x"][:1] if "y[" in text else ())
+    assert torch.equal(graph(tensors), want.double())
+    if "y" in tensors and "R" not in tensors:
+        del tensors["y"]
+        shape = COUNTED[text]["y"]
+        graph = make_fx(lambda tensors: insum(text.format(operator), tensors=tensors, out_shape=shape))(tensors)
+        assert torch.equal(graph(tensors), torch.zeros_like(want))
+
+
+def test_compile_over_nothing():
+    text = "y[S[q],n] {} x[q,n]"
+    function = lambda **tensors: insum(text.format("max="), tensors=tensors)  # noqa: E731
+    for count in (2, 0):
+        _compare_compiled("aot_eager", function, _counted(text, count), dynamic=True)
 
 
 def test_compile_of_a_program_with_a_start_and_facts():
@@ -319,6 +361,36 @@ def test_a_traced_graph_refuses_an_affine_write_outside(
         # A missing entry writes nowhere.
         tensors["E"] = torch.tensor([max(entries[1], entries[0]) if "-2" in written else 0, -1])
         torch.testing.assert_close(graph(*tensors.values()), run(*tensors.values()))
+
+
+class Wrapped(Tensor):
+    """A class that replaces torch's calls."""
+
+
+def test_plain_eager_calls_are_told_from_all_others():
+    """They take shorter paths of equal results, which no comparison of numbers would miss."""
+    x = torch.ones(2)
+    assert is_plain_eager()
+    assert is_plain_eager(x, None, torch.nn.Parameter(x), torch.ones(2, requires_grad=True).exp())
+    negated = torch.ones(2, dtype=torch.complex64).conj().imag
+    for other in (torch.ones(2, device="meta"), x.as_subclass(Wrapped), negated):
+        assert not is_plain_eager(x, other)
+    found: list[bool] = []
+
+    def ask(y: Tensor) -> Tensor:
+        found.append(is_plain_eager(x))
+        return y + x
+
+    with FakeTensorMode():
+        found.append(is_plain_eager(x))
+    with forward_ad.dual_level():
+        ask(x)
+    torch.func.vmap(ask)(x.expand(3, 2))
+    torch.func.grad(lambda y: ask(y).sum())(x)
+    make_fx(ask)(x)
+    torch.jit.trace(ask, x, check_trace=False)
+    assert found == [False] * 6
+    assert is_plain_eager(x)
 
 
 BATCH = 4

@@ -30,6 +30,7 @@ from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.composite import fused_programs
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
+from insum_nn.compiler.schedule.cache_folder import sealed
 from insum_nn.compiler.schedule.database import versions
 from insum_nn.compiler.schedule.space import precision_of
 from tests.compiler.corpus.statements import Entry, entries
@@ -46,7 +47,7 @@ def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of plans."""
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(plan_module, "_changed", {})
-    monkeypatch.setattr(plan_module, "_cleared", set())
+    monkeypatch.setattr(plan_module, "_cleared", False)
     return tmp_path / "cache" / "plans"
 
 
@@ -96,7 +97,7 @@ def planned(entry: Entry) -> list[object]:
 def test_every_decision_of_the_corpus_is_read_as_it_was_made(monkeypatch: pytest.MonkeyPatch):
     some = [*itertools.islice(entries(), 0, None, 12)]
     with monkeypatch.context() as without:
-        without.setattr(plan_module, "own_folder", lambda _: None)
+        without.setattr(plan_module, "read", lambda *_: None)
         made = {entry.name: planned(entry) for entry in some}
     for entry in some:
         # No two of them take each other's.
@@ -269,6 +270,18 @@ def test_a_value_that_cannot_be_read_is_made_again():
     assert known() == "3"
 
 
+@pytest.mark.parametrize("wrong", [None, "abc", [[]], ["own", 0, "ab", 1]], ids=str)
+def test_decisions_of_a_wrong_shape_are_made_again(plans: Path, wrong: object):
+    some = [*itertools.islice(entries(), 0, None, 300)]
+    made = [planned(entry) for entry in some]
+    for whole in (False, True):
+        keep_plans()
+        for path in plans.iterdir():
+            key, found = json.loads(path.read_text().partition("\n")[2])
+            path.write_bytes(sealed(json.dumps([key, wrong if whole else dict.fromkeys(found, wrong)]).encode()))
+        assert [planned(entry) for entry in some] == made
+
+
 def test_a_folder_that_is_not_this_users_alone(plans: Path):
     noted()
     plans.chmod(0o777)
@@ -284,7 +297,7 @@ def test_a_folder_that_cannot_be_written(plans: Path, monkeypatch: pytest.Monkey
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     plan = Plan(KEY)
     assert plan.get("what", lambda: None) == 1
     assert plan.get("else", lambda: 2) == plan.get("else", lambda: 3) == 2
@@ -309,10 +322,10 @@ def test_old_files_of_other_states_are_deleted(plans: Path, monkeypatch: pytest.
         patched.setattr(plan_module, "_compiler", lambda: "a third")
         young = written(29)
     assert {*plans.iterdir()} == {own, other, young}
-    plan_module._cleared.clear()
+    monkeypatch.setattr(plan_module, "_cleared", False)
     # Another process may delete the same files meanwhile.
-    plain = Path.unlink
-    monkeypatch.setattr(Path, "unlink", lambda path: (plain(path), plain(path)))
+    plain = os.unlink
+    monkeypatch.setattr(os, "unlink", lambda path, **at: (plain(path, **at), plain(path, **at)))
     Plan(KEY).get("else", lambda: 1)
     keep_plans()
     assert {*plans.iterdir()} == {own, young}

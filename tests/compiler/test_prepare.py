@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 
 import insum_nn
 from insum_nn import Options
+from insum_nn.compiler.forms.parameters import OnDevice
+from insum_nn.compiler.kernels import ahead, launch
 from insum_nn.compiler.kernels.ahead import collect, compile_all
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.runtime.steps import prepare as prepare_module
 from insum_nn.errors import InsumBackendError, InsumFormatError
-from tests.pretended_gpu import H200, pretended_gpu
+from insum_nn.testing.tolerances import assert_matches
+from tests.pretended_gpu import H200, Pretence, pretended_gpu
 
 ROOT = Path(__file__).parents[2]
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
@@ -98,6 +102,75 @@ def test_outputs_are_zero_while_launches_are_collected(for_h200: None):
         found = insum_nn.insum(SPMM, Row=edges[0], Col=edges[1], Val=values.detach(), B=x, out_shape=(40, None))
     assert collection.launches == 1
     assert not found.any()
+
+
+def test_other_threads_launch_while_a_step_is_collected(for_h200: None, monkeypatch: pytest.MonkeyPatch):
+    """In the forward pass and in the backward pass of the step; what runs elsewhere is no part of it."""
+    without_compiling(monkeypatch)
+    launched: list[str] = []
+    loaded = OnDevice(lambda *_: launched.append(threading.current_thread().name), 0, (), (), None)
+    monkeypatch.setattr(launch._Launch, "load", lambda *_: loaded)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    x, edges, values = operands()
+
+    def other() -> None:
+        with Pretence():
+            insum_nn.insum("y[Row[p]] += 3 * v[p]", Row=edges[0], v=values.detach(), out_shape=(40,))
+
+    def meanwhile(*_: object) -> None:
+        thread = threading.Thread(target=other, name="other")
+        thread.start()
+        thread.join()
+
+    class Interrupted(Sums):
+        def forward(self, x: Tensor, edges: Tensor, values: Tensor) -> Tensor:
+            meanwhile()
+            out = super().forward(x, edges, values)
+            out.register_hook(meanwhile)
+            return out
+
+    assert insum_nn.prepare(Interrupted(), x, edges, values).launches == 6
+    assert launched == ["other", "other"]
+    assert ahead.collecting() is None
+
+
+def test_what_a_thread_collects_it_runs_itself():
+    """Torch would run backward passes of a GPU's tensors in another thread, which launches."""
+    with collect() as outer:
+        assert not torch.autograd.is_multithreading_enabled()
+        with collect() as inner:
+            assert ahead.collecting() is inner
+        assert ahead.collecting() is outer
+    assert ahead.collecting() is None
+    assert torch.autograd.is_multithreading_enabled()
+
+
+@pytest.mark.gpu
+def test_other_threads_compute_while_a_gpu_step_is_collected(gpu: torch.device):
+    """The backward pass, which torch would run in a thread of the device, is collected as well."""
+    insum_nn.clear_cache()
+    x, edges, values = (each.to(gpu) for each in operands())
+    found: list[Tensor] = []
+
+    def other() -> None:
+        found.append(insum_nn.insum("y[Row[p]] += 3 * v[p]", Row=edges[0], v=values.detach(), out_shape=(40,)))
+
+    class Interrupted(Sums):
+        def forward(self, x: Tensor, edges: Tensor, values: Tensor) -> Tensor:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            return super().forward(x, edges, values)
+
+    module = Interrupted().to(gpu)
+    forward = insum_nn.prepare(module, x, edges, values, backward=False)
+    both = insum_nn.prepare(module, x, edges, values)
+    assert (len(forward.kernels), forward.launches) == (1, 2)
+    assert (len(both.kernels), both.launches) == (3, 6)
+    expected = torch.zeros(40, dtype=torch.float64).index_add(0, edges[0].cpu(), 3 * values.detach().cpu().double())
+    for each in found:
+        assert_matches(each.cpu(), expected, dtype=torch.float32, kind="sum")
 
 
 def test_on_a_cpu_there_is_nothing_to_compile():

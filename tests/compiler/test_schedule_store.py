@@ -304,6 +304,20 @@ def test_the_user_s_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert choose().candidate.warps == 8
 
 
+def test_a_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured(monkeypatch)
+    choose()
+    file = tmp_path / "shipped.json"
+    insum_nn.schedules.export(file)
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("INSUM_NN_SCHEDULES", str(file))
+    for warps in (2, 8):
+        file.write_text(file.read_text().replace('"warps": 2', f'"warps": {warps}'))
+        # Clocks of some file systems are coarser than this test.
+        os.utime(file, ns=(warps, warps))
+        assert choose().candidate.warps == warps
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool):
     """A schedule measured with another Triton is tried once: there may be no room for it here."""

@@ -375,6 +375,22 @@ def test_batched_by_vmap():
 
 
 @pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("options", BACKENDS, ids=str)
+@pytest.mark.parametrize("batched", [("CG",), ("I",), ("CG", "I", "Y")])
+def test_batched_by_vmap_over_the_tables(batched: tuple[str, ...], options: Options):
+    """A table that is one of a batch is an operand like others; the rest of them stay known."""
+    known, t = tables(), operands()
+    program = insum_nn.compile(PRODUCT, static=known, options=options)
+    rest = {n: v for n, v in {**known, **t}.items() if n not in batched}
+    many = {n: v.expand(3, *v.shape).clone() for n, v in {**known, **t}.items() if n in batched}
+    if "Y" in many:
+        many["Y"] = torch.randn_like(many["Y"])
+    got = torch.func.vmap(lambda each: program(tensors={**rest, **each}))(many)
+    want = torch.stack([dense({**rest, **{n: v[at] for n, v in many.items()}}) for at in range(3)])
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", ["tensor product uvu", "tensor product uvw"])
 def test_extents_follow_the_data(name: str):
     """One program for any number of edges: only the tables' axes are compiled in."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ pytest.importorskip("torch_geometric")
 
 from insum_nn.datasets import karate_club, planetoid
 from insum_nn.datasets.graphs import _planetoid_folder
-from insum_nn.errors import InsumNameError
+from insum_nn.errors import InsumFormatError, InsumNameError
 
 PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
 
@@ -43,6 +44,21 @@ def test_bare_files_are_linked_into_a_cache(tmp_path: Path, monkeypatch: pytest.
         assert link.read_text() == part
     assert _planetoid_folder("CiteSeer", files) == folder
     assert sorted(path.name for path in files.iterdir()) == sorted(f"ind.citeseer.{part}" for part in PARTS)
+
+
+def test_links_are_in_the_package_s_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_raw(tmp_path / "files", "cora")
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "ours"))
+    before = os.umask(0o002)
+    try:
+        folder = _planetoid_folder("Cora", tmp_path / "files")
+    finally:
+        os.umask(before)
+    assert folder.parent == tmp_path / "ours"
+    assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == [0o700, 0o700]
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", f"{__file__}/cache")
+    with pytest.raises(InsumFormatError, match="there is no folder for that"):
+        planetoid("Cora", tmp_path / "files")
 
 
 def test_missing_files_are_named(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from insum_nn.compiler.schedule.cache_folder import own_folder
 from insum_nn.datasets.rooms import CLASSES, PALETTE, UNLABELLED, Room, read_point_file, read_points, write_ply
 from insum_nn.datasets.s3dis import S3DIS, collate, read_room, voxel_sample
 from insum_nn.datasets.synthetic_rooms import SyntheticRooms, generate_room
@@ -226,6 +228,39 @@ class TestDataset:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
         S3DIS(root, areas=[5])[0]
         assert len(list((tmp_path / "xdg" / "insum_nn" / "s3dis").glob("Area_5-hall_1-*.npz"))) == 1
+
+    @pytest.mark.parametrize("mask", [0, 0o002, 0o022])
+    def test_the_cache_is_in_the_package_s_own_folder(self, root, tmp_path, monkeypatch, mask):
+        monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "ours"))
+        before = os.umask(mask)
+        try:
+            S3DIS(root, areas=[5])[0]
+        finally:
+            os.umask(before)
+        assert len(list((tmp_path / "ours" / "s3dis").iterdir())) == 1
+        # The compiler uses it too.
+        assert own_folder("plans") == tmp_path / "ours" / "plans"
+
+    def test_without_a_folder_rooms_are_read_each_time(self, root, monkeypatch):
+        monkeypatch.setenv("INSUM_NN_CACHE_DIR", f"{__file__}/cache")
+        data = S3DIS(root, areas=[5])
+        assert len(data.room(0)) == len(data.room(0)) == 2
+
+    @pytest.mark.parametrize("planted", ["bytes", "npz", "flipped", "cut"])
+    def test_entries_that_were_not_written_here_are_not_believed(self, root, tmp_path, planted):
+        data = S3DIS(root, areas=[5], cache=tmp_path / "cache")
+        room = data.room(0)
+        (file,) = (tmp_path / "cache").iterdir()
+        whole = file.read_bytes()
+        if planted == "npz":
+            np.savez(file, points=room.points + 1, colors=room.colors, labels=room.labels + 99)
+        else:
+            flipped = whole[:-200] + bytes([whole[-200] ^ 1]) + whole[-199:]
+            file.write_bytes({"bytes": b"PK\x03\x04", "flipped": flipped, "cut": whole[:-1]}[planted])
+        again = data.room(0)
+        np.testing.assert_array_equal(again.points, room.points)
+        np.testing.assert_array_equal(again.labels, room.labels)
+        assert file.read_bytes() == whole, "it is written again"
 
     def test_samples_and_batches(self, root, tmp_path):
         data = S3DIS(root, voxel_size=0.5, cache=tmp_path)

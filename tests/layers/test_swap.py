@@ -248,8 +248,13 @@ def test_layers_that_cannot_be_replaced_are_left_with_a_reason():
         "detached": "its weight is not a parameter",
         "old": "it is normalised; torch.nn.utils.remove_weight_norm(layer) makes that permanent",
         "tied": "its weight is shared: tied.weight, embedding.weight",
+        "embedding": "no counterpart",
+        "odd": "a subclass of Linear, whose behaviour may differ",
+        "transformer.self_attn": "no counterpart",
         "transformer.linear1": "TransformerEncoderLayer reads its weight itself",
         "transformer.linear2": "TransformerEncoderLayer reads its weight itself",
+        "transformer.norm1": "no counterpart",
+        "transformer.norm2": "no counterpart",
     }
     assert report.swapped == ()
     # The calls that the rows name.
@@ -259,6 +264,95 @@ def test_layers_that_cannot_be_replaced_are_left_with_a_reason():
     torch.nn.utils.remove_weight_norm(model["old"])
     swapped = [row.name for row in swap(model, block_sparse={"*": 0.5}).swapped]
     assert swapped == ["hooked", "normed", "pruned", "old"]
+
+
+class Contraction(nn.Module):
+    """As MACE's: its weights stand in a list, and parts of it are generated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(2), torch.ones(2)])
+        self.generated = nn.ModuleList([torch.fx.symbolic_trace(nn.ReLU())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(weight * self.generated[0](x) for weight in self.weights)
+
+
+class Contractions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.contractions = nn.ModuleList([Contraction(), Contraction()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(contraction(x) for contraction in self.contractions)
+
+
+class Attention(nn.Module):
+    """Nothing of it is in its children, and it has no parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout())
+        self.attention = Attention()
+        self.several = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(self.mlp(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.symmetric = Contractions()
+        self.norm = nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(self.symmetric(x)) * self.scale
+
+
+def test_what_holds_parameters_or_computes_has_a_row():
+    model = Net()
+    report = swap(model, block_sparse={"blocks.0.mlp.0": 1.0})
+    assert [(row.name, row.action) for row in report.rows] == [
+        ("", "left"),  # For its parameter.
+        ("blocks.0.mlp.0", "swapped"),
+        ("blocks.0.attention", "left"),
+        ("blocks.0.several", "left"),
+        ("blocks.1", "left"),
+        ("blocks.1.mlp.0", "left"),
+        ("blocks.1.attention", "left"),
+        ("blocks.1.several", "left"),
+        ("symmetric", "left"),
+        ("symmetric.contractions.0", "left"),
+        ("symmetric.contractions.1", "left"),
+    ]
+    # What was swapped before is no news, and what holds it is no candidate.
+    assert [row.name for row in swap(model).rows if row.name.startswith("blocks.0")] == [
+        "blocks.0.attention",
+        "blocks.0.several",
+    ]
+    assert [row.name for row in swap(Net(), include="symm*").rows] == [
+        "symmetric",
+        "symmetric.contractions.0",
+        "symmetric.contractions.1",
+    ]
+
+
+def test_the_report_in_a_notebook():
+    report = swap(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), dry_run=True, block_sparse={"0": 0.5})
+    page = report._repr_html_()
+    assert "<h1>1 would be swapped, 1 left alone</h1>" in page
+    assert "<td>0</td><td>torch.nn.Linear</td><td>would swap</td>" in page
+    assert page.startswith('<article class="insum">')
 
 
 def test_the_model_itself():
@@ -402,7 +496,6 @@ def test_equivariant_models():
         ("norm.tp", "e3nn.o3.TensorProduct", "TensorProduct"),
     ]
     assert [(row.name, row.layer, row.detail) for row in report.left] == [
-        ("norm", "e3nn.o3.Norm", "no counterpart"),
         ("batch", "e3nn.nn.BatchNorm", "no counterpart"),
         ("radial", "e3nn.nn.FullyConnectedNet", "no counterpart"),
     ]
@@ -421,6 +514,25 @@ def test_equivariant_models():
     for name, columns in (("linear", 10), ("gate", 12), ("harmonics", 3), ("norm", 6)):
         x = torch.randn(5, columns, dtype=torch.float64)
         assert torch.allclose(model[name](x), reference[name](x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.peer
+def test_the_report_names_what_gains_from_a_convolution():
+    o3 = pytest.importorskip("e3nn.o3")
+    paths = [(0, 0, 0, "uvu", True)]
+    model = nn.ModuleDict(
+        {
+            "edges": o3.TensorProduct("4x0e", "1o", "4x1o", paths, shared_weights=False),
+            "shared": o3.TensorProduct("4x0e", "1o", "4x1o", paths),
+            "square": o3.TensorSquare("4x0e"),
+        }
+    )
+    details = {row.name: row.detail for row in swap(model).rows}
+    assert details == {
+        "edges": "TensorProduct; between a gather and a scatter, write TensorProductConv(product) for all three",
+        "shared": "TensorProduct",
+        "square": "TensorSquare",
+    }
 
 
 # spconv, whose class names and attributes stand-ins carry where it is not installed.
@@ -479,7 +591,7 @@ def test_sparse_convolutions_and_their_containers():
         ("0.pool", "SparseMaxPool2d"),
         ("0.dense", "ToDense"),
     ]
-    assert report.left == ()
+    assert [row.name for row in report.left] == ["0.norm"]
     assert [row.name for row in dry.rows] == [row.name for row in report.rows]
     ours = holder[0]
     assert not any(type(m).__module__.startswith("spconv") for m in ours.modules())

@@ -12,7 +12,6 @@ pytest.importorskip("e3nn")
 from e3nn import nn as e3nn_nn
 
 from insum_nn.models import radial
-from insum_nn.models.nequip import NequIP
 from insum_nn.models.radial import HiddenLayers, scale_of
 from tests.double import double
 
@@ -78,53 +77,3 @@ def test_no_product_sums_over_all_rows(rows: int):
         derivatives(values, list(hidden(values)), list(hidden.weights))
     assert len(seen.found) > 10
     assert max(seen.found) <= 1024
-
-
-def of_whole_networks(model: NequIP, within: str = "") -> dict[str, Tensor]:
-    """The model's state as it was when each round of messages held a whole network."""
-    state = model.state_dict()
-    depth = len(model.radial.weights)
-    for number in range(depth):
-        for layer, weight in enumerate(state.pop(f"radial.weights.{number}")):
-            state[f"layers.{layer}.{within}radial.layer{number}.weight"] = weight
-    for layer in range(model.radial.count):
-        state[f"layers.{layer}.{within}radial.layer{depth}.weight"] = state.pop(f"layers.{layer}.{within}radial_weight")
-    return state
-
-
-class Wrapper(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *given: Tensor) -> Tensor:
-        return self.inner(*given)
-
-
-@pytest.mark.parametrize("how", ["plain", "in a module", "wrapped layers"])
-@pytest.mark.parametrize("radial_hidden", [(), (5,), (5, 6)])
-def test_states_of_whole_networks(radial_hidden: tuple[int, ...], how: str):
-    """States of one network for each round of messages load."""
-    model, fresh = (
-        NequIP([29], cutoff=3.0, num_layers=3, num_features=2, lmax=1, radial_hidden=radial_hidden) for _ in range(2)
-    )
-    if how == "wrapped layers":
-        for each in (model, fresh):
-            each.layers = nn.ModuleList([Wrapper(layer) for layer in each.layers])
-    state = of_whole_networks(model, "inner." if how == "wrapped layers" else "")
-    kept = dict(state)
-    if how == "in a module":
-        nn.ModuleDict({"potential": fresh}).load_state_dict({f"potential.{key}": value for key, value in state.items()})
-    else:
-        fresh.load_state_dict(state)
-    assert state == kept, "the given state is the caller's"
-    for key, value in model.state_dict().items():
-        assert torch.equal(fresh.state_dict()[key], value), key
-
-
-def test_incomplete_states_are_refused():
-    model = NequIP([29], cutoff=3.0, num_layers=2, num_features=2, lmax=1, radial_hidden=(5,))
-    state = of_whole_networks(model)
-    del state["layers.1.radial.layer0.weight"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*radial\.weights\.0"):
-        model.load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
-from insum_nn.compiler.runtime.composite import path_products
+from insum_nn.compiler.lang import printed
+from insum_nn.compiler.runtime.composite import path_products, path_program
 from insum_nn.compiler.runtime.composite.shared_statements import SharedStatements
 from insum_nn.compiler.runtime.steps import needed_gradients
 from insum_nn.errors import InsumError, InsumRangeError
@@ -293,3 +295,41 @@ def test_edges_that_change_are_looked_at_again():
     receivers[0] = 7
     with pytest.raises(InsumRangeError, match="Dst"):
         tensor_product(spec, *given, receivers, senders)
+
+
+def test_the_text_of_products_serves_new_edges(monkeypatch: pytest.MonkeyPatch):
+    """Facts of new edges are found; what is printed depends neither on them nor on how many there are."""
+    texts: list[str] = []
+
+    def counted(text: str, *given: Any) -> Any:
+        texts.append(text)
+        return compile(text, *given)
+
+    monkeypatch.setattr(printed, "compile", counted, raising=False)
+    path_program._products.cache_clear()
+    spec = spec_of(MIXED, shared=False, convolution=True)
+    made = list[int]()
+    for edges, nodes in ((8, 5), (8, 5), (30, 9), (1, 5)):
+        receivers, senders = edges_of(nodes, edges, sort=False)
+        given = inputs_of(spec, edges, nodes)
+        found, want = (
+            _twice_derived(product, given)
+            for product in (
+                lambda *t: tensor_product(spec, *t, receivers, senders),  # noqa: B023
+                conv_oracle_of(spec, receivers, senders),
+            )
+        )
+        for got, expected in zip(found, want, strict=True):
+            torch.testing.assert_close(got, expected)
+        made.append(len(texts))
+    assert made[0] > 0
+    assert made == made[:1] * 4
+
+
+def _twice_derived(product: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
+    """A product, its gradients, and those of their squares."""
+    leaves = [t.detach().clone().requires_grad_() for t in given]
+    result = product(*leaves)
+    first = torch.autograd.grad(result.square().sum(), leaves, create_graph=True)
+    total = torch.stack([t.square().sum() for t in first]).sum()
+    return [result, *first, *torch.autograd.grad(total, leaves)]

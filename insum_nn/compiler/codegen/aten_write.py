@@ -76,7 +76,8 @@ class OutputWriter(GraphWriter):
         node = self.method("to", value.node, self.sum_dtype) if self.widens else value.node
         node = self.expanded(Value(node, value.labels), arranged)
         if valid is not None:
-            node = self.call(torch.where, self.align(valid, to.labels, arranged), node, 0)
+            owned = value.owned and set(arranged) == set(value.labels)
+            node = self.keep_where(self.align(valid, to.labels, arranged), node, owned=owned)
             flat = self.call(torch.where, valid, flat, 0)
         if self.compiled and len(to.labels) > 1:
             # Kept as it is, the address needs no divisions in the generated kernel.
@@ -144,8 +145,10 @@ class OutputWriter(GraphWriter):
                 at = self.bounds(subscript, at, size, nested=False)
             elif at.present is not None:
                 at = Position(self.call(torch.clamp, at.node, min=0), at.labels, at.present, None)
-            if len(axes) > 1:
-                # A position over several axes may exceed what an int32 index tensor holds.
+            by_library = self.device_type == "cpu" and not self.compiled
+            if (len(axes) > 1 or by_library) and isinstance(subscript, Load) and subscript.buffer.dtype == "int32":
+                # A position over several axes may exceed an int32. On a CPU torch adds rows by int64 several times
+                # faster: for other indices it has one loop for all dtypes.
                 at = Position(self.method("to", at.node, torch.int64), at.labels, at.present, at.inside)
             positions.append(at)
             sizes.append(size)

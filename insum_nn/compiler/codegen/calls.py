@@ -12,13 +12,13 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.ir.nodes import Buffer, Size
+from insum_nn.locks import cached_property
 
 __all__ = ["Call", "CallGraph"]
 

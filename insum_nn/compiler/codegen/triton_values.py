@@ -111,7 +111,8 @@ class Values:
 
     def compute(self, expr: Expr) -> Value:
         if isinstance(expr, Const):
-            return Value(repr(expr.value))
+            # A condition has to be a tensor, where it is the mask of a single value.
+            return Value(f"tl.full((), {expr.value}, tl.int1)" if expr.dtype == "bool" else repr(expr.value))
         if isinstance(expr, Size):
             self.sizes[expr.name] = None
             # Names of loops and tensors are lower-case.

@@ -85,7 +85,7 @@ color:var(--ink);background:var(--paper);font:15px/1.5 system-ui,-apple-system,"
 max-width:1080px;margin:0 auto;padding:24px;box-sizing:border-box;border-radius:10px}
 .insum h1{font:600 19px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;
 margin:0 0 18px;padding:10px 14px;background:var(--tint);border:0;border-left:4px solid var(--accent);
-border-radius:4px;color:var(--ink);overflow-wrap:anywhere}
+border-radius:4px;color:var(--ink);overflow-wrap:break-word}
 .insum h2{font-size:16px;font-weight:650;margin:26px 0 8px;color:var(--ink);display:block}
 .insum pre,.insum td{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:13px}
 .insum pre{background:var(--tint);border:1px solid var(--line);border-radius:6px;padding:12px 14px;margin:0;
@@ -94,7 +94,7 @@ overflow-x:auto;line-height:1.45;color:var(--ink)}
 .insum .wide{overflow-x:auto}
 .insum table{border-collapse:collapse;margin:0;color:var(--ink);background:none}
 .insum th,.insum td{text-align:left;vertical-align:top;padding:5px 18px 5px 0;border:0;
-border-bottom:1px solid var(--line);background:none;max-width:46em;overflow-wrap:anywhere}
+border-bottom:1px solid var(--line);background:none;max-width:46em;overflow-wrap:break-word}
 .insum th{color:var(--faint);font-weight:500;font-size:13px}
 .insum dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 18px;margin:0}
 .insum dt{color:var(--faint)}.insum dd{margin:0}
@@ -106,7 +106,7 @@ border-bottom:1px solid var(--line);background:none;max-width:46em;overflow-wrap
 _PAGE_STYLE = "body{margin:0;background:#fff}@media (prefers-color-scheme:dark){body{background:#181c23}}"
 
 
-def panel(title: str, sections: Sequence[Section]) -> str:
+def panel(title: str, sections: Sequence[Section | Table]) -> str:
     """Return the content for embedding, as in a notebook; its style affects nothing else."""
     body = "\n".join(section.html() for section in sections)
     return f'<article class="insum"><style>{_STYLE}</style>\n<h1>{escape(title)}</h1>\n{body}\n</article>'

@@ -36,7 +36,7 @@ class Coverage:
         # `_placed`, `_entries`: axes that entries address which are unique, and the places of these entries' extents.
         # `_numbered`, `targets`: axes whose subscripts are numbers, or step from one, rather than an index of the whole
         # axis; and these.
-        found = form.plan.get(["coverage"], lambda: _covered(form), _shown, _read)
+        found = form.plan.get(["coverage"], lambda: _covered(form), _shown, _read, _SHAPE)
         self.never, self._placed, self._entries, self._numbered, targets = found
         self.numbered = partial(_fills, targets, static)
         self._of_symbols = partial(_fills.__wrapped__, targets, static)
@@ -70,6 +70,9 @@ class Coverage:
         lengths = tuple([output[axis] for axis in self._numbered])
         # Symbolic sizes are no keys.
         return (self.numbered if all(type(length) is int for length in lengths) else self._of_symbols)(lengths)
+
+
+_SHAPE = (bool, [int], [int], [int], [[(int, [(str, int)])]])
 
 
 def _covered(form: Form) -> _Covered:

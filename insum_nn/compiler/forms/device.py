@@ -88,7 +88,8 @@ def without_measuring(form: Form, device: Device) -> tuple[Schedule, str]:
         ["schedule", list(device), form.even, longest],
         lambda: _first_that_fits(form, device),
         lambda found: [found[0].to_json(), found[1]],
-        lambda value: (Schedule.from_json(value[0]), str(value[1])),
+        lambda value: (Schedule.from_json(value[0]), value[1]),
+        (dict, str),
     )
 
 

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from insum_nn.compiler.forms.combining import Combining, combining, in_order
@@ -31,6 +31,7 @@ from insum_nn.compiler.schedule.canonical import canonical_key, names_of
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.dtypes import dtype_of
 from insum_nn.facts import StaticTable
+from insum_nn.locks import cached_property
 
 __all__ = [
     "CELLS",
@@ -168,7 +169,7 @@ class Form:
     @cached_property
     def product(self) -> Product | None:
         """The matrix product with the most work per value read, if there is one."""
-        return self.plan.get(["product"], lambda: _find_product(self), _shown_product, _read_product)
+        return self.plan.get(["product"], lambda: _find_product(self), _shown_product, _read_product, _PRODUCT)
 
     @cached_property
     def accumulators(self) -> int:
@@ -341,7 +342,7 @@ def make_form(
     extents = Extents(tuple([sizes[name] for name in bound.layout.indices]), tuple(output))
     plan = Plan({**canonical_key(bound, tables), "bucket": list(size_bucket(extents))})
     unrolling = cache(lambda: unroll(bound, tables))
-    combine, axis, static, unrolled = plan.get(["combine"], lambda: _combined(bound, unrolling()))
+    combine, axis, static, unrolled = plan.get(["combine"], lambda: _combined(bound, unrolling()), shape=_COMBINED)
     kernel = build(bound)
     read = statement.output.subscripts[axis].indirect if combine == "own" else None
     row_index, entries, permuted = None, (), False
@@ -479,12 +480,15 @@ def _weigh(
     return work / reads, Product(tuple(left), tuple(right), tuple(m), tuple(k), tuple(n))
 
 
+_COMBINED, _PRODUCT = (str, int, [str], [str]), [([int], [int], [str], [str], [str])]
+
+
 def _shown_product(product: Product | None) -> Any:
-    return None if product is None else [getattr(product, field.name) for field in fields(product)]
+    return [] if product is None else [[getattr(product, field.name) for field in fields(product)]]
 
 
 def _read_product(value: Any) -> Product | None:
-    return None if value is None else Product(*map(tuple, value))
+    return Product(*map(tuple, value[0])) if value else None
 
 
 def _named(depends: frozenset[str], form: Form) -> frozenset[str]:

@@ -25,7 +25,7 @@ from insum_nn.compiler.schedule.canonical import names_of
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.dtypes import wide_dtype
 
-__all__ = ["Source", "arguments_of", "nest_of", "row_walk_of", "write_kernel"]
+__all__ = ["SOURCE_SHAPE", "Source", "arguments_of", "nest_of", "row_walk_of", "write_kernel"]
 
 
 def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Kernel:
@@ -119,15 +119,18 @@ class Source:
             return Argument(kind, names[name] if isinstance(name, int) else name, axis)
 
         return Source(
-            str(value["text"]),
+            value["text"],
             tuple(argument(*each) for each in value["arguments"]),
             _expr(value["grid"]),
             {name: argument(*each) for name, each in value["sizes"].items()},
             Schedule.from_json(value["schedule"]),
             wide_dtype(bound.dtype),
-            bool(value["finished"]),
-            int(value["lanes"]),
+            value["finished"],
+            value["lanes"],
         )
+
+
+SOURCE_SHAPE = {"text": str, "arguments": [(str, object, int)], "sizes": dict, "finished": bool, "lanes": int}
 
 
 def _shown(expr: Expr) -> Any:

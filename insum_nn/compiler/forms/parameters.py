@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.ir.nodes import OPERATIONS, Const, Expr, Op, Size
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.printed import function_of_lines
+from insum_nn.locks import cached_property
 
 __all__ = ["Argument", "Launcher", "Numbers", "OnDevice", "Strides", "initial_steps"]
 

@@ -10,24 +10,24 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from insum_nn.compiler.schedule.cache_folder import own_folder, write_file
+from insum_nn.compiler.schedule.cache_folder import read, remove, sealed, times, unsealed, write
 from insum_nn.compiler.schedule.database import UNREADABLE, versions
+from insum_nn.locks import cached_property, new_lock
 from insum_nn.version import __version__
 
 __all__ = ["NO_PLAN", "Plan", "keep_plans"]
 
 T = TypeVar("T")
 _changed: dict[Plan, None] = {}
-_lock = threading.Lock()
+_lock = new_lock()
 _DAYS = 30
-_cleared: set[Path] = set()
+_cleared = False
 
 
 @functools.cache
@@ -60,11 +60,11 @@ class Plan:
     def __init__(self, key: Mapping[str, Any] | None) -> None:
         self.key = key
 
-    @functools.cached_property
+    @cached_property
     def _text(self) -> str:
         return json.dumps([self.key, versions(), __version__, _compiler()], sort_keys=True)
 
-    @functools.cached_property
+    @cached_property
     def _decisions(self) -> dict[str, Any]:
         return self._read()
 
@@ -80,6 +80,7 @@ class Plan:
         make: Callable[[], T],
         show: Callable[[T], Any] = lambda value: value,
         read: Callable[[Any], T] = lambda value: value,
+        shape: Any = object,
     ) -> T:
         """Return a decision, made now if it is not known.
 
@@ -88,60 +89,59 @@ class Plan:
             make: makes it.
             show: as JSON.
             read: from that JSON; raises one of `UNREADABLE` if it was not written by `show`.
+            shape: of that JSON, as `_fits` has it; what has another one on disk is made again.
         """
         if self.key is None:
             return make()
         place = json.dumps(name, sort_keys=True)
         if place in self._decisions:
-            try:
-                return read(self._decisions[place])
-            except UNREADABLE:
-                pass
+            with suppress(*UNREADABLE):
+                if _fits(self._decisions[place], shape):
+                    return read(self._decisions[place])
         made = make()
         self._decisions[place] = show(made)
         with _lock:
             _changed[self] = None
         return made
 
-    def _path(self) -> Path | None:
-        folder = own_folder("plans")
-        return None if folder is None else folder / f"{_state()}-{_digest(self._text)}"
+    @property
+    def _name(self) -> str:
+        return f"{_state()}-{_digest(self._text)}"
 
     def _read(self) -> dict[str, Any]:
         """What is on disk; nothing if that is damaged, or was written for another key."""
-        path = self._path()
-        try:
-            digest, _, text = ("" if path is None else path.read_text(encoding="utf-8")).partition("\n")
-            if digest == _digest(text):
-                key, found = json.loads(text)
-                return dict(found) if key == self._text else {}
-        except (OSError, *UNREADABLE):
-            pass
+        with suppress(*UNREADABLE):
+            key, found = json.loads(unsealed(read("plans", self._name)) or "")
+            if key == self._text and isinstance(found, dict):
+                return found
         return {}
 
     def write(self) -> None:
         """Write it to disk, with what another process noted in the meantime."""
-        path = self._path()
-        if path is not None:
-            text = json.dumps([self._text, {**self._read(), **self._decisions}])
-            write_file(path, f"{_digest(text)}\n{text}")
-            _clear(path.parent)
+        text = json.dumps([self._text, {**self._read(), **self._decisions}])
+        if write("plans", self._name, sealed(text.encode())):
+            _clear()
 
 
-def _clear(folder: Path) -> None:
-    """Delete old files of other versions and states, once in a process.
+def _clear() -> None:
+    """Delete old files of other versions and states, once in a process: one that finds a file gone plans again."""
+    global _cleared
+    if not _cleared:
+        _cleared = True
+        own, oldest = _state(), (time.time() - _DAYS * 86_400) * 1e9
+        remove("plans", [name for name, when in times("plans").items() if when < oldest and not name.startswith(own)])
 
-    Other processes may read or delete the same files at the same time: one that finds a file gone plans again.
-    """
-    if folder in _cleared:
-        return
-    _cleared.add(folder)
-    own, oldest = _state(), time.time() - _DAYS * 86_400
-    with suppress(OSError):
-        for path in folder.iterdir():
-            with suppress(OSError):
-                if not path.name.startswith(own) and path.stat().st_mtime < oldest:
-                    path.unlink()
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Whether JSON has a shape: `[each]` is a list of any length, `(first, second)` one of this length, else a type."""
+    if isinstance(shape, type):
+        return shape is object or type(value) is shape
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(_fits(value[name], each) for name, each in shape.items())
+    if not isinstance(value, (list, tuple)):
+        return False
+    shapes = shape if isinstance(shape, tuple) else shape * len(value)
+    return len(shapes) == len(value) and all(map(_fits, value, shapes))
 
 
 NO_PLAN = Plan(None)

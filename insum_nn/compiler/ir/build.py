@@ -19,6 +19,7 @@ from insum_nn.compiler.ir.nodes import (
     add,
     conjunction,
     multiply,
+    operation,
 )
 from insum_nn.compiler.lang.bind import Bound, show_dtype
 from insum_nn.compiler.lang.syntax import Access, Number, Statement, Subscript
@@ -158,7 +159,7 @@ class _Builder:
             total = add(total, multiply(Const(term.coefficient), atom))
         total = add(total, Const(subscript.offset))
         if not bounded:
-            self.conditions += [Op("at_least", (total, Const(0))), Op("less", (total, extent))]
+            self.conditions += [operation("at_least", total, Const(0)), operation("less", total, extent)]
         return total
 
     def may_lack(self, access: Access) -> bool:

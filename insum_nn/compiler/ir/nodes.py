@@ -11,7 +11,6 @@ import math
 import operator
 import re
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 from insum_nn.facts import UNKNOWN, IndexFacts
+from insum_nn.locks import new_lock
 
 __all__ = [
     "OPERATIONS",
@@ -47,6 +47,7 @@ __all__ = [
     "conjunction",
     "conjuncts",
     "multiply",
+    "operation",
     "replacing",
     "walk",
 ]
@@ -56,7 +57,7 @@ Combine = str
 Initial = Literal["none", "zero", "tensor"]
 Precision = Literal["ieee", "tf32", "tf32x3"]
 
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 class _Reference(weakref.ref[Any]):
@@ -302,22 +303,27 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+def operation(name: str, *args: Expr) -> Expr:
+    """Return an operation; of constants, their value."""
+    constants = [arg.value for arg in args if isinstance(arg, Const)]
+    if len(constants) < len(args):
+        return Op(name, args)
+    value = OPERATIONS[name].evaluate(*constants)
+    return Const(value, "bool" if isinstance(value, bool) else "float64" if isinstance(value, float) else "int64")
+
+
 def add(a: Expr, b: Expr) -> Expr:
     """`a + b`, of two constants their sum, without a zero."""
-    if isinstance(a, Const) and isinstance(b, Const):
-        return Const(a.value + b.value, a.dtype)
     zero = Const(0)
-    return b if a is zero else a if b is zero else Op("add", (a, b))
+    return b if a is zero else a if b is zero else operation("add", a, b)
 
 
 def multiply(a: Expr, b: Expr) -> Expr:
     """`a * b`, of two constants their product, without a one; 0 where either is."""
-    if isinstance(a, Const) and isinstance(b, Const):
-        return Const(a.value * b.value, a.dtype)
     one, zero = Const(1), Const(0)
     if a is zero or b is zero:
         return zero
-    return b if a is one else a if b is one else Op("mul", (a, b))
+    return b if a is one else a if b is one else operation("mul", a, b)
 
 
 def conjuncts(condition: Expr | None) -> tuple[Expr, ...]:
@@ -330,9 +336,9 @@ def conjuncts(condition: Expr | None) -> tuple[Expr, ...]:
 
 
 def conjunction(conditions: Sequence[Expr | None]) -> Expr | None:
-    """All of these, each once; `None` is always true."""
+    """All of these, each once; `None` is always true, and so is a constant that is not false."""
     found: Expr | None = None
-    for condition in dict.fromkeys(c for c in conditions if c is not None):
+    for condition in dict.fromkeys(c for c in conditions if c is not None and c is not Const(True, "bool")):
         found = condition if found is None else Op("and", (found, condition))
     return found
 

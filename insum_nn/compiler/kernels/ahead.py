@@ -35,7 +35,6 @@ __all__ = [
     "compile_all",
     "default_workers",
     "processors",
-    "rehearse",
     "rehearsing",
     "target_of",
 ]
@@ -48,21 +47,20 @@ _LONGEST_REPETITION = 2000
 
 @dataclass
 class Collection:
-    """The kernels that calls would have launched.
+    """The kernels that calls of one thread would have launched.
 
     Attributes:
         target: what they are compiled for; `None`: the device that they would have run on.
+        found: called with each when it is met first; then a long repetition of known ones is an error.
         codes: each once, in the order in which they were met.
         launches: how often any was met.
-        found: called with each when it is met first; then a long repetition of known ones is an error.
     """
 
     target: Target | None = None
+    found: Callable[[KernelCode], None] | None = None
     codes: dict[KernelCode, None] = field(default_factory=dict[KernelCode, None])
     launches: int = 0
-    found: Callable[[KernelCode], None] | None = None
     _last_new: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, code: KernelCode) -> None:
         """Note one launch.
@@ -70,32 +68,22 @@ class Collection:
         Raises:
             UndecidedError: a rehearsal has met no other kernel for long.
         """
-        with self._lock:
-            self.launches += 1
-            new = code not in self.codes
-            self.codes[code] = None
-            if new:
-                self._last_new = self.launches
-        if self.found is None:
-            return
-        if new:
-            self.found(code)
-        elif self.launches - self._last_new > _LONGEST_REPETITION:
+        self.launches += 1
+        if code not in self.codes:
+            self.codes[code], self._last_new = None, self.launches
+            if self.found is not None:
+                self.found(code)
+        elif self.found is not None and self.launches - self._last_new > _LONGEST_REPETITION:
             raise UndecidedError("the same kernels were met again and again")
 
 
-# Backward runs in threads of torch's own, so that this belongs to the process; one thread at a time collects.
-_current: Collection | None = None
-_collects = threading.Lock()
+class _OfThread(threading.local):
+    """What this thread collects: others launch meanwhile."""
+
+    collection: Collection | None = None
 
 
-class _Here(threading.local):
-    """What this thread alone collects."""
-
-    current: Collection | None = None
-
-
-_here = _Here()
+_of_thread = _OfThread()
 
 
 class UndecidedError(Exception):
@@ -103,35 +91,30 @@ class UndecidedError(Exception):
 
 
 def collecting() -> Collection | None:
-    """Where launches are collected now, if they are."""
-    return _here.current or _current
+    """Where launches of this thread are collected now, if they are."""
+    return _of_thread.collection
 
 
 def rehearsing() -> bool:
     """Whether this thread collects what it runs later: nothing may be decided otherwise than by that run."""
-    return _here.current is not None
+    collection = _of_thread.collection
+    return collection is not None and collection.found is not None
 
 
 @contextmanager
-def rehearse(found: Callable[[KernelCode], None] | None = None) -> Generator[Collection]:
-    """Collect as `collect` does, in this thread alone: others launch meanwhile."""
-    _here.current = Collection(found=found)
-    try:
-        yield _here.current
-    finally:
-        _here.current = None
+def collect(target: Target | None = None, found: Callable[[KernelCode], None] | None = None) -> Generator[Collection]:
+    """Collect this thread's launches of kernels that are not loaded yet instead of making them; outputs are zero.
 
-
-@contextmanager
-def collect(target: Target | None = None) -> Generator[Collection]:
-    """Collect launches of kernels that are not loaded yet instead of making them; their outputs are zero."""
-    global _current
-    with _collects:
-        _current = Collection(target)
+    The arguments are attributes of a `Collection`. Backward passes that this thread begins run in it, not in those that
+    torch keeps for devices.
+    """
+    outer, own = _of_thread.collection, Collection(target, found)
+    with torch.autograd.set_multithreading_enabled(False):
+        _of_thread.collection = own
         try:
-            yield _current
+            yield own
         finally:
-            _current = None
+            _of_thread.collection = outer
 
 
 def target_of(device: int) -> Target:

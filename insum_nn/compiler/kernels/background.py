@@ -17,6 +17,7 @@ from typing import Any
 from insum_nn.compiler.kernels.ahead import Worker, processors
 from insum_nn.compiler.kernels.machine_code import KernelCode, to_json
 from insum_nn.compiler.kernels.stored_code import is_stored, remember_code
+from insum_nn.locks import new_lock
 
 __all__ = [
     "Background",
@@ -25,6 +26,7 @@ __all__ = [
     "helped",
     "missed",
     "prepared",
+    "rehearsals",
     "settle",
     "submit",
     "take",
@@ -176,30 +178,36 @@ class Background:
             return code
 
 
-class _Cold:
-    """What a recorded call and its kernels tell each other.
+class _Cold(threading.local):
+    """What a recorded call and its kernels tell each other, in the thread that runs it.
 
     Attributes:
         due: it needed a kernel that was not there, so what its gradients need is not there either.
         call: the function of the recorded call that runs now, its context, and its arguments.
-        rehearse: finds the kernels of such a call and of its gradients, and submits them.
-        rehearse_step: finds and submits the kernels of the step that runs now, of which one is missing, and returns
-            them and whether those of its backward pass are among them; its second argument tells whether a recorded
-            call needs that one.
     """
 
-    __slots__ = ("call", "due", "rehearse", "rehearse_step")
+    due = False
+    call: tuple[Any, ...] | None = None
 
-    def __init__(self) -> None:
-        self.due = False
-        self.call: tuple[Any, ...] | None = None
-        self.rehearse: Callable[..., None] | None = None
-        self.rehearse_step: Callable[[KernelCode, bool], tuple[Iterable[KernelCode], bool]] | None = None
+
+class _Rehearsals:
+    """How kernels are found ahead; set by the files that know.
+
+    Attributes:
+        call: finds the kernels of a recorded call and of its gradients, and submits them.
+        step: finds and submits the kernels of the step that runs now, of which one is missing, and returns them and
+            whether those of its backward pass are among them; its second argument tells whether a recorded call needs
+            that one.
+    """
+
+    call: Callable[..., None] | None = None
+    step: Callable[[KernelCode, bool], tuple[Iterable[KernelCode], bool]] | None = None
 
 
 cold = _Cold()
+rehearsals = _Rehearsals()
 _background: Background | None = None
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def missed(code: KernelCode, *, rehearse: bool) -> None:
@@ -214,16 +222,16 @@ def missed(code: KernelCode, *, rehearse: bool) -> None:
     call = cold.call if aided else None
     rehearsed = begun.rehearsed(code, call is not None)
     begun.missed(code, later=call is not None and not rehearsed)
-    if aided and not rehearsed and cold.rehearse_step is not None:
-        found, whole = cold.rehearse_step(code, call is not None)
+    if aided and not rehearsed and rehearsals.step is not None:
+        found, whole = rehearsals.step(code, call is not None)
         begun.of_steps.update({each: whole or begun.rehearsed(each, True) for each in found})
         rehearsed = begun.rehearsed(code, call is not None)
     if rehearsed:
         return
     cold.due = begun.most > 0
-    if call is not None and cold.rehearse is not None:
+    if call is not None and rehearsals.call is not None:
         cold.call = None
-        cold.rehearse(*call)
+        rehearsals.call(*call)
 
 
 def _begun() -> Background:
@@ -265,10 +273,10 @@ def settle(seconds: float) -> bool:
 
 def _in_child() -> None:
     """Threads do not survive a fork, and the processes are the parent's."""
-    global _background, _lock
+    global _background
     if _background is not None:
         atexit.unregister(_background.close)
-    _background, _lock, cold.due = None, threading.Lock(), False
+    _background, cold.due = None, False
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from insum_nn.locks import new_lock
+
 __all__ = ["build_ahead", "prepare_launcher"]
 
 # The number of parameters is a multiple of this; hardly any kernel has more.
 _PARAMETERS = 12
 _building: threading.Thread | None = None
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def prepare_launcher(kernel: Any, signature: Sequence[str]) -> int:

@@ -255,7 +255,7 @@ class Generated:
         form = self.form
         if form.row_index is None or form.additional or self._fixed is not None:
             return False
-        few = form.plan.get(["few terms"], lambda: len(form.unrolled) <= MANY_TERMS)
+        few = form.plan.get(["few terms"], lambda: len(form.unrolled) <= MANY_TERMS, shape=bool)
         return few and form.product is None
 
     def undecided(self, tensors: Sequence[Tensor]) -> bool:

@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import os
 import sys
-import threading
 import weakref
 from collections.abc import MutableMapping, Sequence
 from types import ModuleType
@@ -28,6 +27,7 @@ from insum_nn.compiler.kernels.machine_code import KernelCode, Target, compile_c
 from insum_nn.compiler.kernels.stored_code import Loaded, find_code, is_storable, is_stored, remember_code
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
+from insum_nn.locks import new_lock
 
 __all__ = ["available", "function_of", "interpreted", "launcher", "load_ahead"]
 
@@ -48,7 +48,7 @@ def available() -> bool:
 # Both live as long as the kernels made of them: tuning makes dozens of which one is kept.
 _functions: MutableMapping[str, Any] = weakref.WeakValueDictionary()
 _loaded: MutableMapping[str, Loaded] = weakref.WeakValueDictionary()
-_lock = threading.RLock()
+_lock = new_lock()
 _MODULE = "insum_nn_kernel_"
 # Triton compiles for seconds: who needs another kernel does not wait.
 _loading: BuildOnce[OnDevice] = BuildOnce()

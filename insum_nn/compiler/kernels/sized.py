@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from insum_nn.compiler.forms.additional import memory_of
 from insum_nn.compiler.forms.coverage import Coverage
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.nest import Source, write_kernel
+from insum_nn.compiler.forms.nest import SOURCE_SHAPE, Source, write_kernel
 from insum_nn.compiler.forms.parameters import Launcher, Numbers, OnDevice, Strides, initial_steps
 from insum_nn.compiler.ir.nodes import Const
 from insum_nn.compiler.kernels.collection import block_of, write_collection
@@ -29,6 +28,7 @@ from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.dtypes import dtype_of
+from insum_nn.locks import cached_property
 
 __all__ = ["WIDE", "Kernel", "UnsizedKernel", "prepare_kernel", "strides_of", "types_of"]
 
@@ -125,6 +125,7 @@ class UnsizedKernel:
             lambda: write_kernel(form, schedule, strides, precision),
             lambda made: made.to_json(form.bound),
             lambda value: Source.from_json(value, form.bound),
+            SOURCE_SHAPE,
         )
         self.numbers = Numbers(form.bound, source.arguments, source.grid, source.sizes)
         self.dtype = form.bound.out_dtype

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target
-from insum_nn.compiler.schedule.cache_folder import own_folder, write_file
+from insum_nn.compiler.schedule.cache_folder import own_folder, read, write
 
 __all__ = ["Loaded", "find_code", "is_storable", "is_stored", "remember_code"]
 
@@ -30,37 +30,26 @@ class Loaded(dict[object, Any]):
 
 def remember_code(code: KernelCode, found: str) -> None:
     """Note under which digest Triton keeps the machine code of a kernel."""
-    path = _path_of(code)
-    if path is not None:
-        write_file(path, found)
+    name = _name_of(code)
+    if name is not None:
+        write("kernels", name, found.encode())
 
 
 def is_stored(code: KernelCode) -> bool:
     """Whether some process noted where the machine code of a kernel is."""
-    path = _path_of(code)
-    return path is not None and path.exists()
+    return _digest_of(code) is not None
 
 
 def is_storable(code: KernelCode) -> bool:
     """Whether this process finds what another compiles."""
-    return _path_of(code) is not None
+    return _name_of(code) is not None and own_folder("kernels") is not None
 
 
 def find_code(code: KernelCode) -> Any:
     """Triton's compiled kernel; `None`: no process has noted it, or it is no longer on disk."""
-    path = _path_of(code)
-    if path is None:
+    found = _digest_of(code)
+    if found is None:
         return None
-    try:
-        found = path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return None
-    if len(found) != 64 or not _DIGITS.issuperset(found):
-        return None
-    return _read(code, found)
-
-
-def _read(code: KernelCode, found: str) -> Any:
     from triton import knobs
     from triton.compiler.compiler import CompiledKernel, CompileTimer
     from triton.runtime.cache import get_cache_manager
@@ -87,8 +76,15 @@ def _read(code: KernelCode, found: str) -> Any:
     return kernel
 
 
-def _path_of(code: KernelCode) -> Path | None:
-    """Where the digest of a kernel is kept; `None`: nowhere, as Triton is asked to look at what it compiles."""
+def _digest_of(code: KernelCode) -> str | None:
+    """The digest under which Triton keeps the machine code of a kernel, if a process noted it."""
+    name = _name_of(code)
+    found = (b"" if name is None else read("kernels", name) or b"").decode("latin-1")
+    return found if len(found) == 64 and _DIGITS.issuperset(found) else None
+
+
+def _name_of(code: KernelCode) -> str | None:
+    """The file that holds the digest of a kernel; `None`: none, as Triton is asked to look at what it compiles."""
     from triton import knobs
 
     compilation = knobs.compilation
@@ -96,12 +92,9 @@ def _path_of(code: KernelCode) -> Path | None:
         return None
     if getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None:
         return None
-    folder = own_folder("kernels")
-    if folder is None:
-        return None
     options = _options(code.target, code.options)
     depends = [code.text, code.signature, code.aligned, options, _environment(), _triton()]
-    return folder / hashlib.sha256(json.dumps(depends).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(depends).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
-    OPERATIONS,
     Buffer,
     Cast,
     Const,
@@ -30,6 +29,7 @@ from insum_nn.compiler.ir.nodes import (
     conjunction,
     conjuncts,
     multiply,
+    operation,
     replacing,
     walk,
 )
@@ -120,12 +120,11 @@ class _Fold:
 
     def store(self, store: Store) -> list[Store]:
         """The store at one point; none where a condition that is known now does not hold."""
-        conditions = [self.fold(condition) for condition in conjuncts(store.where)]
+        conditions = [self.expr(condition) for condition in conjuncts(store.where)]
         if any(isinstance(c, Const) and not c.value for c in conditions):
             return []
-        where = conjunction([c for c in conditions if isinstance(c, Expr) and not isinstance(c, Const)])
         subscripts = tuple(self.expr(s) for s in store.subscripts)
-        return [Store(store.buffer, subscripts, self.expr(store.value), store.combine, where)]
+        return [Store(store.buffer, subscripts, self.expr(store.value), store.combine, conjunction(conditions))]
 
     def expr(self, node: Expr) -> Expr:
         found = self.fold(node)
@@ -145,21 +144,17 @@ class _Fold:
         if isinstance(node, Load):
             if node.buffer.name in self.tables:
                 return self.entry(node, self.tables[node.buffer.name])
-            true = [c for c in conjuncts(node.where) if not (isinstance(c, Const) and c.value)]
-            return Load(node.buffer, node.subscripts, conjunction(true), node.fill)
+            return Load(node.buffer, node.subscripts, conjunction(conjuncts(node.where)), node.fill)
         if isinstance(node, Cast) and isinstance(node.value, Const):
             return node.value
         if isinstance(node, Op):
-            if node.args and all(isinstance(arg, Const) for arg in node.args):
-                value = OPERATIONS[node.name].evaluate(*(arg.value for arg in node.args if isinstance(arg, Const)))
-                dtype = "bool" if isinstance(value, bool) else "float64" if isinstance(value, float) else "int64"
-                return Const(value, dtype)
             if node.name == "add":
                 return add(*node.args)
             if node.name == "mul" and all(_integer(arg) for arg in node.args):
                 return multiply(*node.args)
             if node.name == "at_least" and self.at_least_zero(node.args[0]) and node.args[1] is Const(0):
                 return Const(True, "bool")
+            return operation(node.name, *node.args)
         return node
 
     def at_least_zero(self, expr: Expr) -> bool:

@@ -10,7 +10,7 @@ import json
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -37,6 +37,7 @@ from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
 from insum_nn.compiler.runtime.unsized_call import UnsizedCall
 from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.locks import cached_property
 from insum_nn.tensor_cache import insert, unwritten
 
 __all__ = [

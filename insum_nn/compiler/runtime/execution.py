@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -38,6 +37,7 @@ from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey, shared_ke
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.locks import new_lock
 
 __all__ = [
     "CACHE_LIMIT",
@@ -159,7 +159,7 @@ def _executables(bound: Bound, options: Options, text: str) -> Executables:
 
 _cache: OrderedDict[CacheKey, Executable] = OrderedDict()
 # Held for look-ups alone; programs are built without it.
-_lock = threading.RLock()
+_lock = new_lock()
 _building: BuildOnce[Executable] = BuildOnce()
 
 

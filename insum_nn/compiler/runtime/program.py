@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.compiler.runtime.tracing.traced import call_operator
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.locks import cached_property
 from insum_nn.tensor_cache import insert, same_views
 
 __all__ = ["Program", "ProgramSum", "Shape"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
+
+from insum_nn.locks import new_lock
 
 __all__ = ["BuildOnce", "CacheKey", "shared_key"]
 
@@ -54,7 +55,7 @@ class BuildOnce(Generic[T]):
     def __init__(self) -> None:
         # Of what is being built now. Reentrant: a value may be needed by what builds it.
         self._locks: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def get(self, key: Hashable, find: Callable[[], T | None], build: Callable[[], T]) -> T:
         """Return a value.
@@ -68,7 +69,7 @@ class BuildOnce(Generic[T]):
         if found is not None:
             return found
         with self._lock:
-            own = self._locks.setdefault(key, threading.RLock())
+            own = self._locks.setdefault(key, new_lock())
         with own:
             # Another thread may have built it in the meantime.
             found = find()

@@ -13,11 +13,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import threading
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,9 +25,10 @@ import torch
 
 from insum_nn.compiler.kernels.machine_code import triton_version
 from insum_nn.compiler.lang.bind import Bound, Extents
-from insum_nn.compiler.schedule.cache_folder import own_folder, write_file
+from insum_nn.compiler.schedule import cache_folder
 from insum_nn.compiler.schedule.canonical import canonical_key, digest
 from insum_nn.facts import StaticTable
+from insum_nn.locks import new_lock
 
 __all__ = [
     "UNREADABLE",
@@ -187,10 +187,10 @@ def _split(key: Key) -> tuple[dict[str, Any], list[int], object]:
 
 def _all() -> Iterator[Entry]:
     """Yield every entry; each file of the cache folder is read once."""
-    for path in _files():
+    for path in sorted(_files()):
         with _lock:
             if path not in _single:
-                _single[path] = next(_read(path), None)
+                _single[path] = next(_stored(path), None)
             entry = _single[path]
         if entry is not None:
             yield entry
@@ -201,22 +201,27 @@ def _all() -> Iterator[Entry]:
 # One entry a file: the user's cache folder.
 
 
-def _files() -> list[Path]:
-    folder = own_folder("schedules")
-    return [] if folder is None else sorted(folder.glob("*.json"))
+def _files() -> dict[Path, int]:
+    """The files of the cache folder, and when each was written."""
+    found = cache_folder.times("schedules")
+    return {cache_folder.path_of("schedules", name): when for name, when in found.items() if name.endswith(".json")}
 
 
-def _own(key: Key) -> Path | None:
-    folder = own_folder("schedules")
-    return None if folder is None else folder / f"{digest([key, versions()])}.json"
+def _own(key: Key) -> Path:
+    return cache_folder.path_of("schedules", f"{digest([key, versions()])}.json")
+
+
+def _stored(path: Path) -> Iterator[Entry]:
+    """Yield the entry of a file of the cache folder, if there is one."""
+    data = cache_folder.read("schedules", path.name)
+    if data is not None:
+        yield from _parsed(data, path)
 
 
 def find(key: Key) -> Entry | None:
     """Return the entry of a key: from the cache folder, the files loaded last, or those of the package."""
-    path = _own(key)
-    if path is not None and path.exists():
-        for entry in _read(path):
-            return entry
+    for entry in _stored(_own(key)):
+        return entry
     name = digest(key)
     for path in (*reversed(_loaded), *_named(), *_packaged()):
         entry = _entries(path).get(name)
@@ -227,10 +232,8 @@ def find(key: Key) -> Entry | None:
 
 def write(key: Key, value: Mapping[str, Any]) -> None:
     """Store a value: whole or not at all, as several processes may do so at once."""
-    path = _own(key)
-    if path is not None:
-        # Without a folder to write to, each process measures for itself.
-        write_file(path, json.dumps(_to_json(Entry(key, value, versions()))))
+    # Without a folder to write to, each process measures for itself.
+    cache_folder.write("schedules", _own(key).name, json.dumps(_to_json(Entry(key, value, versions()))).encode())
 
 
 # Files of many entries.
@@ -238,7 +241,7 @@ def write(key: Key, value: Mapping[str, Any]) -> None:
 _loaded: list[Path] = []
 _indexed: dict[Path, tuple[int, dict[str, Entry]]] = {}
 _single: dict[Path, Entry | None] = {}
-_lock = threading.RLock()
+_lock = new_lock()
 
 
 def export(path: str | os.PathLike[str]) -> int:
@@ -253,8 +256,8 @@ def export(path: str | os.PathLike[str]) -> int:
         The number of entries written.
     """
     found: dict[str, Entry] = {}
-    files = sorted(_files(), key=lambda file: (file.stat().st_mtime_ns, file.name))
-    for entry in (entry for file in files for entry in _read(file)):
+    files = _files()
+    for entry in (entry for file in sorted(files, key=lambda file: (files[file], file)) for entry in _stored(file)):
         name = digest(entry.key)
         if entry.current or name not in found or not found[name].current:
             found[name] = entry
@@ -326,16 +329,26 @@ def _to_json(entry: Entry) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Iterator[Entry]:
-    """Yield the entries of a file; a file of other content gives a warning."""
+    """Yield the entries of a file by its path; one that cannot be read gives a warning."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+    except OSError as error:
+        _warn(path, f"{type(error).__name__}: {error}")
+        return
+    yield from _parsed(data, path)
+
+
+def _parsed(text: bytes, path: Path) -> Iterator[Entry]:
+    """Yield the entries of a file's content; other content gives a warning."""
+    try:
+        data = json.loads(text.decode())
         found = data["entries"] if "entries" in data else [data]
         parts = [(each["key"], each["value"], each["versions"]) for each in found]
         if not all(isinstance(part, dict) for each in parts for part in each):
             raise TypeError("an entry is not made of objects")
         if any(_deep(part) for each in parts for part in each):
             raise ValueError("an entry is nested too deeply")
-    except (OSError, *UNREADABLE) as error:
+    except UNREADABLE as error:
         _warn(path, f"{type(error).__name__}: {error}")
         return
     for key, value, versions in parts:
@@ -372,20 +385,15 @@ def turn(key: Key, seconds: float) -> Generator[bool]:
     Yields:
         Whether it is this process's turn; `False` after a wait in vain.
     """
-    folder = own_folder("locks")
-    with ExitStack() as stack:
-        file = None
-        with suppress(OSError):
-            # Closing the file gives the lock back; so does the end of a process, however it comes.
-            if folder is not None:
-                file = stack.enter_context((folder / digest([key, versions()])).open("w"))
+    # Closing the file gives the lock back; so does the end of a process, however it comes.
+    with cache_folder.opened("locks", digest([key, versions()]), make=True) as file:
         until = time.monotonic() + seconds
         while not (taken := _take(file)) and time.monotonic() < until:
             time.sleep(0.05)
         yield taken
 
 
-def _take(file: IO[str] | None) -> bool:
+def _take(file: IO[bytes] | None) -> bool:
     if file is None:
         return True
     try:

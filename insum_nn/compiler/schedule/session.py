@@ -7,7 +7,6 @@ admitted, on the tensors of that run, so that no tensor is kept between runs.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 
 from insum_nn.compiler.schedule import database
 from insum_nn.compiler.schedule.select import Selected, Task, select
+from insum_nn.locks import new_lock
 
 __all__ = ["Session", "State", "TaskRecord", "active", "is_current", "opened"]
 
@@ -74,7 +74,7 @@ class Session:
         self._admitted: set[str] = set()
         self._until = math.inf
         # Backward runs in threads of torch's own.
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     @property
     def remaining(self) -> list[str]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from insum_nn.locks import new_lock
+
 __all__ = ["device_time", "time_whole", "why_not"]
 
 # Two threads that measure on one device at once would count each other's work.
-_measuring = threading.RLock()
+_measuring = new_lock()
 # Microseconds of work in front of what is measured: at least, and at most.
 _LEAST_AHEAD, _MOST_AHEAD = 200.0, 40_000.0
 

@@ -32,11 +32,12 @@ from insum_nn.layers.spconv import (
     pool,
     spatial,
     tables,
+    tools,
     utils,
 )
+from insum_nn.layers.spconv.core import AlgoHint, ConvAlgo
 from insum_nn.layers.spconv.identity import Identity
-from insum_nn.layers.spconv.ops import ConvAlgo
-from insum_nn.layers.spconv.states import load_spconv_state_dict, spconv_state_dict
+from insum_nn.layers.spconv.states import spconv_state_dict
 from insum_nn.layers.voxel import conv as _convs
 from insum_nn.layers.voxel import pool as _pools
 from insum_nn.layers.voxel.conv import *
@@ -59,9 +60,15 @@ from insum_nn.layers.voxel.sequential import (
 )
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
 
+# The release of spconv whose names these are: projects ask for it before they choose names.
+__version__ = "2.3.8"
+SPCONV_VERSION_NUMBERS = [2, 3, 8]
+
 __all__ = [
+    "SPCONV_VERSION_NUMBERS",
     "AddTable",
     "AddTableMisaligned",
+    "AlgoHint",
     "ConcatTable",
     "ConvAlgo",
     "Identity",
@@ -84,7 +91,6 @@ __all__ = [
     "functional",
     "hash",
     "identity",
-    "load_spconv_state_dict",
     "modules",
     "ops",
     "pool",
@@ -92,6 +98,7 @@ __all__ = [
     "spatial",
     "spconv_state_dict",
     "tables",
+    "tools",
     "utils",
 ]
 __all__ += _convs.__all__

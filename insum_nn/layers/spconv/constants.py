@@ -1,4 +1,8 @@
-"""`spconv.constants` and `spconv.pytorch.constants`: facts about the layers, and switches that they have not."""
+"""`spconv.constants` and `spconv.pytorch.constants`: facts about the layers, and hints, which are not read.
+
+In place of `SPCONV_ALLOW_TF32` give layers `options=Options(precision="tf32")`, or call
+`torch.set_float32_matmul_precision`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,13 @@ __all__ = [
     "SAVED_WEIGHT_LAYOUT",
     "SPCONV_ALLOW_TF32",
     "SPCONV_BWD_SPLITK",
+    "SPCONV_CPP_GEMM",
+    "SPCONV_CPP_INDICE_PAIRS",
+    "SPCONV_CPP_INDICE_PAIRS_IGEMM",
+    "SPCONV_DEBUG_CPP_ONLY",
+    "SPCONV_DEBUG_NVRTC_KERNELS",
     "SPCONV_DEBUG_SAVE_PATH",
+    "SPCONV_DEBUG_WEIGHT",
     "SPCONV_DIRECT_TABLE_HASH_SIZE_SCALE",
     "SPCONV_DO_SORT",
     "SPCONV_FX_TRACE_MODE",
@@ -41,11 +51,10 @@ NDIM_DONT_CARE = 3
 ALL_WEIGHT_IS_KRSC = True
 FILTER_HWIO = False
 SAVED_WEIGHT_LAYOUT = ""
-SPCONV_ALLOW_TF32 = False
-SPCONV_DO_SORT = True
-SPCONV_USE_DIRECT_TABLE = True
-SPCONV_FX_TRACE_MODE = False
-SPCONV_INT8_DEBUG = False
+SPCONV_DO_SORT = SPCONV_USE_DIRECT_TABLE = True
+SPCONV_ALLOW_TF32 = SPCONV_FX_TRACE_MODE = SPCONV_INT8_DEBUG = False
+SPCONV_CPP_GEMM = SPCONV_CPP_INDICE_PAIRS = SPCONV_CPP_INDICE_PAIRS_IGEMM = False
+SPCONV_DEBUG_WEIGHT = SPCONV_DEBUG_NVRTC_KERNELS = SPCONV_DEBUG_CPP_ONLY = False
 SPCONV_DEBUG_SAVE_PATH = ""
 SPCONV_BWD_SPLITK = [1, 2, 4, 8, 16, 32, 64]
 SPCONV_DIRECT_TABLE_HASH_SIZE_SCALE = 1.1
@@ -55,26 +64,24 @@ BOOST_ROOT = None
 PYTORCH_VERSION = [int(part) for part in torch.__version__.split("+")[0].split(".")[:2]]
 TORCH_HAS_AMP = True
 
-_INSTEAD = {
-    "SPCONV_ALLOW_TF32": "give layers options=Options(precision='tf32'), or call torch.set_float32_matmul_precision.",
-    "SAVED_WEIGHT_LAYOUT": "convert the state with insum_nn.structure.conv_weights.convert_state_dict.",
-}
-
 
 def is_amp_enabled() -> bool:
     """Return whether autocast is in force."""
     return torch.is_autocast_enabled()
 
 
+# What may be set of constants that say in what order weights are.
+_ORDER = {"ALL_WEIGHT_IS_KRSC": (True,), "FILTER_HWIO": (False,), "SAVED_WEIGHT_LAYOUT": ("", "KRSC")}
+
+
 class _Constants(ModuleType):
-    """A module whose constants cannot be set, since nothing would read them."""
+    """A module whose hints may be set and change no result; the order of weights may not."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in __all__ and getattr(self, name) != value:
+        if value not in _ORDER.get(name, (value,)):
             raise InsumNameError(
-                f"spconv.constants.{name} is no switch here",
-                details=[f"it is {getattr(self, name)!r}; got {value!r}"],
-                fix=_INSTEAD.get(name, "leave it as it is."),
+                f"spconv.constants.{name} is {getattr(self, name)!r}, for weights have one order; got {value!r}",
+                fix="convert other states with insum_nn.structure.conv_weights.convert_state_dict.",
                 argument=name,
                 got=value,
             )

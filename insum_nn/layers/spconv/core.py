@@ -1,10 +1,10 @@
-"""`spconv.pytorch.core`: the tensor, and what is kept under its keys."""
+"""`spconv.core` and `spconv.pytorch.core`: the tensor, what is kept under its keys, and names of algorithms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,13 +13,17 @@ from torch import Tensor
 from insum_nn.errors import InsumRangeError, InsumShapeError
 from insum_nn.layers.extents import expand_nd as _expand
 from insum_nn.layers.voxel.conv_base import Activation
-from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
+from insum_nn.layers.voxel.sparse_tensor import CUDAKernelTimer, SparseConvTensor
+from insum_nn.locks import cached_property
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry, KernelMap
+from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
 from insum_nn.structure.kernel_map.tables import order_by_mask
 
 __all__ = [
     "Activation",
+    "AlgoHint",
+    "CUDAKernelTimer",
+    "ConvAlgo",
     "ImplicitGemmIndiceData",
     "IndiceData",
     "KernelMap",
@@ -27,6 +31,15 @@ __all__ = [
     "expand_nd",
     "scatter_nd",
 ]
+
+
+class AlgoHint(Enum):
+    """What a product is for, in spconv's terms; its spelling."""
+
+    NoHint = 0
+    Fowrard = 1
+    BackwardInput = 2
+    BackwardWeight = 4
 
 
 class _Stored:

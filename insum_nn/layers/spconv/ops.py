@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from insum_nn.errors import InsumShapeError
 from insum_nn.layers.spconv import table_ops
+from insum_nn.layers.spconv.core import AlgoHint, ConvAlgo
 from insum_nn.layers.spconv.cppcore import get_current_stream
 from insum_nn.layers.spconv.table_ops import *
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap, build_kernel_map, output_shape
+from insum_nn.structure.kernel_map import Geometry, KernelMap, build_kernel_map, output_shape
 
 __all__ = [
     "AlgoHint",
@@ -31,15 +31,6 @@ __all__ = [
 __all__ += table_ops.__all__
 
 _MASK_BITS = 32
-
-
-class AlgoHint(Enum):
-    """What a product is for, in spconv's terms; its spelling."""
-
-    NoHint = 0
-    Fowrard = 1
-    BackwardInput = 2
-    BackwardWeight = 4
 
 
 def get_conv_output_size(

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from insum_nn.layers.voxel.sequential import RemoveDuplicate
+from insum_nn.layers.voxel.sequential import RemoveDuplicate, SparseModule
 
-__all__ = ["RemoveDuplicate"]
+__all__ = ["RemoveDuplicate", "SparseModule"]

@@ -1,40 +1,13 @@
-"""States of whole models, exchanged with models made of spconv's layers."""
+"""States of whole models for models made of spconv's layers."""
 
 from __future__ import annotations
-
-from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
 from insum_nn.errors import InsumFormatError
 from insum_nn.layers.voxel.conv import SparseConvolution
 
-__all__ = ["load_spconv_state_dict", "spconv_state_dict"]
-
-
-def load_spconv_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
-    """Load weights in spconv's layout, as `model.load_state_dict` does, and ignore their metadata.
-
-    Args:
-        model: any module with our layers in the places of spconv's.
-        state: tensors by name.
-        strict: whether keys must agree.
-
-    Returns:
-        What `load_state_dict` returns.
-
-    >>> import torch
-    >>> layer = SparseConvolution(1, 3, 2, 1, bias=False)
-    >>> load_spconv_state_dict(layer, {"weight": torch.arange(6.0).reshape(2, 1, 3)})
-    <All keys matched successfully>
-    >>> layer.dense_weight.tolist()
-    [[[0.0, 2.0, 4.0]], [[1.0, 3.0, 5.0]]]
-    """
-    marked: Any = OrderedDict(state)
-    marked._metadata = OrderedDict((path, {"version": module._version}) for path, module in model.named_modules())
-    return model.load_state_dict(marked, strict=strict)
+__all__ = ["spconv_state_dict"]
 
 
 def spconv_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -68,4 +41,4 @@ def spconv_state_dict(model: nn.Module) -> dict[str, Tensor]:
             details=wrong,
             fix="export models whose layers have groups=1 and no anchor.",
         )
-    return dict(model.state_dict())
+    return model.state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from insum_nn.layers.voxel.sequential import AddTable, AddTableMisaligned, ConcatTable, JoinTable
+from insum_nn.layers.voxel.sequential import AddTable, AddTableMisaligned, ConcatTable, JoinTable, SparseModule
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
-__all__ = ["AddTable", "AddTableMisaligned", "ConcatTable", "JoinTable"]
+__all__ = ["AddTable", "AddTableMisaligned", "ConcatTable", "JoinTable", "SparseConvTensor", "SparseModule"]

@@ -53,6 +53,9 @@ class SparseModule(Unscriptable, nn.Module):
         name: kept for callers that label layers.
     """
 
+    # Written into states. mmdetection3d's loader transposes weights of other versions, as those of spconv 1.
+    _version = 2
+
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name
@@ -128,8 +131,7 @@ class MapLayer:
     geometry: Geometry
     indice_key: str | None
     options: Options
-    # Also of layers that were pickled before it was kept.
-    algo: object = ConvAlgo.MaskImplicitGemm
+    algo: object
 
     def _set_kernel(
         self,

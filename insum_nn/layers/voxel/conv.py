@@ -16,7 +16,7 @@ from insum_nn.layers.voxel.base import VOXEL_COUNT, StatementModule
 from insum_nn.layers.voxel.conv_base import SparseConvolutionBase, activation_name
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import sparse_conv_expression
-from insum_nn.structure.conv_weights import export_weight, import_weight
+from insum_nn.structure.conv_weights import import_weight
 
 __all__ = [
     "SparseConv1d",
@@ -38,11 +38,6 @@ __all__ = [
     "SubMConv4d",
 ]
 
-# The version in a state says in what order the weight's numbers are. Version 2: as the shape says. Version 1 (torch's
-# default, so also spconv's states) and from version 3 on: spconv's memory order (`SparseConvolution.weight_layout`).
-_VERSION = 3
-_VERSION_BY_SHAPE = 2
-
 # The calls of a layer whose statement is over a table that run the statement over pairs.
 _BY_PAIRS = "in graphs that torch records, under transforms, and for tables of more than 2^28 entries"
 
@@ -60,7 +55,7 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
 
     States are exchanged with spconv's layers as they are, both ways, with or without torch's metadata. For this the
     weight has spconv's memory order, which for a kernel of one cell is not what its shape says: see `weight_layout` and
-    `dense_weight`. States that say they are of version 2 of this class, which had another order there, are converted.
+    `dense_weight`.
 
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5.
 
@@ -71,15 +66,12 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
         options: compile options.
     """
 
-    _version: int = _VERSION  # type: ignore[assignment]
-
     def _make_parameters(
         self, bias: bool, name: str | None, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         StatementModule.__init__(self, name=name)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(self.weight_shape, **factory))
-        self._weight_version = _VERSION
         if bias:
             self.bias: nn.Parameter | None = nn.Parameter(torch.empty(self.out_channels, **factory))
         else:
@@ -103,31 +95,6 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
         """`weight` as its shape says, (O, k_1, .., k_d, I / groups); differentiable, a view where it can be."""
         layout = self.weight_layout
         return self.weight if layout == "spconv" else import_weight(self.weight, layout, self.kernel_size)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any, **named: Any
-    ) -> None:
-        key = prefix + "weight"
-        given = state_dict.get(key)
-        if (
-            local_metadata.get("version") == _VERSION_BY_SHAPE
-            and given is not None
-            and given.shape == self.weight.shape
-        ):
-            # The caller's dictionary is left as it is.
-            state_dict = {**state_dict, key: export_weight(given, self.weight_layout)}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest, **named)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # For layers pickled as objects. One without `_weight_version` is of version 2, unless it stores another
-        # `_version`; under version 2 only `swap` stored that attribute.
-        by_shape = "_weight_version" not in state and state.get("_version", _VERSION_BY_SHAPE) == _VERSION_BY_SHAPE
-        if by_shape and self.weight_layout != "spconv":
-            with torch.no_grad():
-                self.weight.copy_(export_weight(self.weight, self.weight_layout).clone())
-        self.__dict__.pop("_version", None)
-        self._weight_version = _VERSION
 
     def _statements(self) -> tuple[str, ...]:
         return (

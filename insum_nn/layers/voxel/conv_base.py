@@ -81,11 +81,6 @@ class SparseConvolutionBase(MapLayer):
         weight_shape: (O, k_1, .., k_d, I / groups).
     """
 
-    # Also of layers that were pickled before these were arguments.
-    act_type: object = Activation.None_
-    act_alpha: float = 0
-    act_beta: float = 0
-
     def __init__(
         self,
         ndim: int,

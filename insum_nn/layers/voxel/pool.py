@@ -125,7 +125,7 @@ class SparseMaxPool(_SparsePool):
     """
 
     EXPRESSION = SPARSE_MAX_POOL
-    # Also of layers that were pickled before it was an argument.
+    # What spconv's layers do, which `swap` builds by the constructor of all pools.
     at_least: float | None = 0.0
 
     def __init__(self, *args: Any, at_least: float | None = 0.0, **kwargs: Any) -> None:

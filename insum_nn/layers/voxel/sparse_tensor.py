@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,24 @@ from insum_nn.ops.sparse_pool import sparse_sum, sparse_to_dense
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap, build_kernel_map
 
-__all__ = ["SparseConvTensor", "check_untraced", "sparse_add"]
+__all__ = ["CUDAKernelTimer", "SparseConvTensor", "check_untraced", "sparse_add"]
+
+
+class CUDAKernelTimer:
+    """spconv's timer of kernels, which times nothing here: `torch.profiler` does."""
+
+    def __init__(self, enable: bool = True) -> None:
+        """Do nothing."""
+
+    def record(self, name: str, stream: int = 0) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    namespace = record
+
+    def get_all_pair_time(self) -> dict[str, float]:
+        """Return no times."""
+        return {}
 
 
 class SparseConvTensor:
@@ -29,11 +47,16 @@ class SparseConvTensor:
         spatial_shape: d extents.
         batch_size: clouds in the batch.
         indice_dict: kernel maps by `indice_key`.
+        thrust_allocator: kept, and not used; so are `int8_scale` and `_timer`.
 
     >>> x = SparseConvTensor(torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 0], [0, 2]], dtype=torch.int32), [3], 1)
     >>> x.dense().tolist(), x.sparity
     ([[[1.0, 0.0, 2.0]]], 0.6666666666666666)
     """
+
+    thrust_allocator: Any = None
+    int8_scale: Any = None
+    _timer: Any = CUDAKernelTimer()
 
     def __init__(
         self,
@@ -96,6 +119,23 @@ class SparseConvTensor:
             "the features of a SparseConvTensor cannot be set",
             fix="write x = x.replace_feature(features), which makes a new tensor.",
         )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the features are int8 numbers with a scale."""
+        return self._features.is_quantized
+
+    def q_scale(self) -> float:
+        """Return the scale of quantized features."""
+        if not self.is_quantized:
+            raise InsumFormatError(
+                f"q_scale: the features are {self._features.dtype}, not quantized", fix="leave it out."
+            )
+        return self._features.q_scale()
+
+    def dequantize(self) -> SparseConvTensor:
+        """Return the tensor with floating features."""
+        return self.replace_feature(self._features.dequantize())
 
     @property
     def spatial_size(self) -> int:
@@ -200,8 +240,8 @@ class SparseConvTensor:
             self.benchmark,
             _rows=False,
         )
-        result.benchmark_record = self.benchmark_record
-        result.force_algo = self.force_algo
+        for name in ("benchmark_record", "force_algo", "thrust_allocator", "int8_scale", "_timer"):
+            setattr(result, name, getattr(self, name))
         return result
 
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:

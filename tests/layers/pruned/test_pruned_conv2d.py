@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from insum_nn import layers, ops
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
 from insum_nn.structure.pruning import filter_mask
@@ -351,19 +349,3 @@ def test_bad_inputs():
         layer(torch.randn(1, 6, 7, 7))
     with pytest.raises(InsumDeviceError, match="'weight' is on cpu, 'input' on meta"):
         layer(torch.randn(1, 6, 7, 7, dtype=torch.float64, device="meta"))
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (layers, "SparseConv2d", "PrunedConv2d"),
-        (ops, "sparse_conv2d", "pruned_conv2d"),
-        (ops, "sparse_conv2d_expression", "pruned_conv2d_expression"),
-    ],
-)
-def test_old_names_warn_and_name_the_new_one(module: ModuleType, old: str, new: str):
-    with pytest.warns(DeprecationWarning, match=f"{module.__name__}.{new}"):
-        assert getattr(module, old) is getattr(module, new)
-    assert old not in module.__all__
-    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
-        _ = module.no_such_name

@@ -30,6 +30,17 @@ def test_submodules_hold_the_same_classes():
         module = importlib.import_module(f"insum_nn.layers.spconv.{home}")
         for name in names:
             assert getattr(module, name) is getattr(spconv, name)
+    # Projects import a name from whichever of spconv's files they saw it in.
+    shared = ["ConvAlgo", "SparseConvTensor", "SparseModule", "IndiceData", "ImplicitGemmIndiceData", "expand_nd"]
+    seen = {"conv": shared, "pool": shared, "tables": shared[1:3], "spatial": ["SparseModule"], "ops": ["AlgoHint"]}
+    seen |= {"core": ["AlgoHint", "CUDAKernelTimer", *shared[:2]], "tools": ["CUDAKernelTimer"]}
+    for home, names in seen.items():
+        module = importlib.import_module(f"insum_nn.layers.spconv.{home}")
+        for name in names:
+            assert getattr(module, name) is getattr(spconv.core, name, spconv.SparseModule)
+    # How OpenPCDet asks which release it has.
+    assert float(spconv.__version__[2:]) >= 2.2
+    assert spconv.__version__ == ".".join(map(str, spconv.SPCONV_VERSION_NUMBERS))
     assert spconv.modules.is_spconv_module(spconv.SparseReLU())
     assert not spconv.modules.is_spconv_module(torch.nn.ReLU())
     assert spconv.modules.is_sparse_conv(spconv.SubMConv3d(2, 2, 3, algo=spconv.ConvAlgo.Native))

@@ -363,13 +363,19 @@ def test_small_functions(device):
     assert updates.grad.sum() == 6
 
 
-def test_constants_are_facts_and_no_switches(monkeypatch):
+def test_constants_are_facts_and_hints(monkeypatch):
     assert constants.ALL_WEIGHT_IS_KRSC
     assert not constants.is_amp_enabled()
     assert constants.PYTORCH_VERSION >= [2, 0]
-    constants.SPCONV_ALLOW_TF32 = False
-    with pytest.raises(InsumNameError, match=r"SPCONV_ALLOW_TF32 is no switch(.|\n)*precision='tf32'"):
-        constants.SPCONV_ALLOW_TF32 = True
+    # As OpenPCDet does, and spconv's README says: what changes no result may be set.
+    for name in [name for name in constants.__all__ if name.startswith("SPCONV_")]:
+        value = getattr(constants, name)
+        monkeypatch.setattr(constants, name, not value)
+        assert getattr(constants, name) == (not value)
+    constants.SAVED_WEIGHT_LAYOUT = ""
+    for name, value in (("SAVED_WEIGHT_LAYOUT", "RSCK"), ("ALL_WEIGHT_IS_KRSC", False), ("FILTER_HWIO", True)):
+        with pytest.raises(InsumNameError, match=rf"constants\.{name} is .*got {value!r}(.|\n)*convert_state_dict"):
+            setattr(constants, name, value)
     assert isinstance(cppcore.get_current_stream(), int)
     assert len(cppcore.get_arch()) == 2
     with pytest.raises(InsumNameError, match="TorchAllocator hands torch's memory to spconv's compiled code"):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumRangeError, InsumShapeError
-from insum_nn.layers.spconv.states import load_spconv_state_dict, spconv_state_dict
+from insum_nn.layers.spconv.states import spconv_state_dict
 from insum_nn.layers.voxel import conv as kinds
 from insum_nn.layers.voxel import sparse_tensor
 from insum_nn.layers.voxel.conv import (
@@ -24,7 +24,7 @@ from insum_nn.layers.voxel.conv import (
     SubMConv2d,
     SubMConv3d,
 )
-from insum_nn.layers.voxel.sequential import SparseBatchNorm, SparseSequential
+from insum_nn.layers.voxel.sequential import SparseBatchNorm, SparseModule, SparseSequential
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import SPARSE_CONV, SPARSE_CONV_GROUPS, SPARSE_CONV_POINTWISE
 from insum_nn.testing.tolerances import assert_matches
@@ -247,22 +247,14 @@ class TestModes:
         for number, marked in versions.items():
             marked._metadata = OrderedDict({"": {"version": number}})
         layer = SubMConv3d(4, 6, 1, dtype=torch.float64)
-        # With metadata of spconv or of ours, and without: copies of states lose it.
-        for same in (state, versions[1], versions[3]):
+        # Whatever the metadata says, and without it: copies of states lose it.
+        for same in (state, *versions.values()):
             layer.load_state_dict(same)
             torch.testing.assert_close(layer(x).features, want)
             assert torch.equal(layer.weight, weight)
             nn.init.zeros_(layer.weight)
-        # Version 2 stored what the shape says.
-        layer.load_state_dict(versions[2])
-        torch.testing.assert_close(layer(x).features, x.features @ weight.flatten(1).T + bias)
-        assert torch.equal(layer.dense_weight, weight)
-        assert torch.equal(versions[2]["weight"], weight)
-        layer.load_state_dict({name: value for name, value in layer.state_dict().items()})
-        torch.testing.assert_close(layer(x).features, x.features @ weight.flatten(1).T + bias)
-        again = SparseSequential(nn.Identity(), SubMConv3d(4, 6, 1, dtype=torch.float64))
-        load_spconv_state_dict(again, {f"1.{name}": value for name, value in versions[2].items()})
-        torch.testing.assert_close(again(x).features, want)
+        layer.load_state_dict(state)
+        torch.testing.assert_close(x.features @ layer.dense_weight.flatten(1).T + bias, want)
         # A kernel of more cells, one that leaves voxels out, and one with groups are read by their shape.
         for other in (SubMConv3d(4, 6, (1, 1, 3)), SparseConv3d(4, 6, 1, 2), SubMConv3d(4, 6, 1, groups=2)):
             assert other.dense_weight is other.weight
@@ -274,22 +266,33 @@ class TestModes:
         with pytest.raises(RuntimeError, match="size mismatch"):
             layer.load_state_dict(OrderedDict(weight=weight[:5], bias=bias))
 
-    @pytest.mark.parametrize("one_cell", [True, False])
-    def test_layers_pickled_whole_before_weights_had_spconvs_order(self, one_cell):
-        x, layer = cloud(), SubMConv3d(4, 6, 1 if one_cell else 3, dtype=torch.float64)
-        weight, want = layer.dense_weight.detach().clone(), layer(x).features
-        old = {**layer.__getstate__(), "_parameters": {**layer._parameters, "weight": nn.Parameter(weight)}}
-        del old["_weight_version"]
-        again = SubMConv3d.__new__(SubMConv3d)
-        again.__setstate__(old)
-        torch.testing.assert_close(again(x).features, want)
-        torch.testing.assert_close(pickle.loads(pickle.dumps(again))(x).features, want)
-        # One that `swap` had made had spconv's order already.
-        swapped = {**layer.__getstate__(), "_version": 1}
-        del swapped["_weight_version"]
-        again.__setstate__(swapped)
-        torch.testing.assert_close(again(x).features, want)
-        assert again._version == layer._version
+    def test_states_under_the_loader_of_mmdetection3d(self, monkeypatch):
+        """It replaces that of `SparseModule`, and moves the last axis of weights to the front unless told version 2."""
+
+        def load(self, state, prefix, metadata, *_):
+            for name, parameter in self.named_parameters(recurse=False):
+                given = state[prefix + name]
+                order = range(given.ndim) if metadata.get("version") == 2 else range(-1, given.ndim - 1)
+                parameter.data.copy_(given.permute(*order))
+
+        model, other = self.model(), self.model()
+        # Written before it is registered, by a model that was swapped.
+        states = [model.state_dict()]
+        monkeypatch.setattr(SparseModule, "_load_from_state_dict", load)
+        monkeypatch.setattr(SparseModule, "_version", 2)
+        states.append(model.state_dict())
+        for state in states:
+            for parameter in other.parameters():
+                nn.init.zeros_(parameter)
+            other.load_state_dict(state)
+            for name, value in model.state_dict().items():
+                assert torch.equal(other.state_dict()[name], value), name
+        # What it takes for a state of spconv 1.
+        first = model.state_dict()
+        first["0.weight"] = first["0.weight"].movedim(0, -1)
+        first._metadata["0"]["version"] = 1
+        other.load_state_dict(first)
+        assert torch.equal(other[0].weight, model[0].weight)
 
     def test_the_state_for_spconv(self):
         model = SparseSequential(SubMConv3d(4, 6, 1), nn.BatchNorm1d(6), SubMConv3d(6, 6, 3, groups=2))
@@ -299,6 +302,7 @@ class TestModes:
             spconv_state_dict(SubMConv3d(4, 4, 4, anchor=1))
         state = spconv_state_dict(model[:2])
         assert list(state) == list(model[:2].state_dict())
+        assert state._metadata["0"] == {"version": 2}
         assert state["0.weight"].data_ptr() == model[0].weight.data_ptr()
 
     def test_autocast_and_gradients(self, device):

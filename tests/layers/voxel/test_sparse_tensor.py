@@ -273,3 +273,27 @@ class TestSequential:
         model = SparseSequential(SubMConv2d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2), SparseBatchNorm(2))
         assert model(x).features.shape == (0, 2)
         assert model.eval()(x).features.shape == (0, 2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_members_that_spconv_has_stay_with_the_features():
+    """TRELLIS copies them from tensor to tensor; convolutions hand them on."""
+    x = SparseConvTensor(torch.ones(2, 3), torch.tensor([[0, 0, 0], [0, 1, 1]], dtype=torch.int32), [3, 3], 1)
+    assert x.thrust_allocator is None
+    assert x.int8_scale is None
+    assert not x.is_quantized
+    with x._timer.namespace("a"), x._timer.record("b", 0):
+        assert x._timer.get_all_pair_time() == {}
+    x.thrust_allocator, x.int8_scale, x._timer = "allocator", 0.5, "timer"
+    layers = SubMConv2d(3, 3, 3), SparseConv2d(3, 3, 2)
+    derived = [x.replace_feature(x.features + 1), x.shadow_copy(), x.select_by_index(torch.tensor([0])), x.dequantize()]
+    for y in (*derived, *(layer(x) for layer in layers)):
+        assert (y.thrust_allocator, y.int8_scale, y._timer) == ("allocator", 0.5, "timer")
+    assert torch.equal(x.dequantize().features, x.features)
+    with pytest.raises(InsumFormatError, match=r"q_scale: the features are torch\.float32, not quantized"):
+        x.q_scale()
+    rows = torch.quantize_per_tensor(torch.ones(2, 3), 0.25, 0, torch.qint8)
+    quantized = SparseConvTensor(rows, x.indices, [3, 3], 1)
+    assert quantized.is_quantized
+    assert quantized.q_scale() == 0.25
+    assert torch.equal(quantized.dequantize().features, torch.ones(2, 3))

@@ -27,13 +27,12 @@ def substitute(utilities: Path | None) -> list[str]:
         utilities: the peer's file of helpers for its tests, which is theirs and is run as it is.
     """
     ours = importlib.import_module(OURS)
-    modules: dict[str, ModuleType] = {name: ModuleType(name) for name in ("spconv", "spconv.core")}
+    modules: dict[str, ModuleType] = {name: ModuleType(name) for name in ("spconv",)}
     modules["spconv.pytorch"] = ours
-    modules["spconv.constants"], modules["spconv.utils"] = ours.constants, ours.utils
+    for part in ("constants", "core", "tools", "utils"):
+        modules[f"spconv.{part}"] = getattr(ours, part)
     for part in pkgutil.iter_modules(ours.__path__):
         modules[f"spconv.pytorch.{part.name}"] = importlib.import_module(f"{OURS}.{part.name}")
-    vars(modules["spconv.core"])["ConvAlgo"] = ours.ConvAlgo
-    vars(modules["spconv.core"])["AlgoHint"] = ours.ops.AlgoHint
     # Imported by a test that does not use it.
     modules["cumm"], modules["cumm.tensorview"] = ModuleType("cumm"), ModuleType("cumm.tensorview")
     if utilities is not None:

@@ -290,7 +290,7 @@ def test_names_and_their_signatures(theirs):
             "indice_maxpool_implicit_gemm",
             "indice_avgpool_implicit_gemm",
         ],
-        "core": ["IndiceData", "ImplicitGemmIndiceData", "expand_nd", "scatter_nd"],
+        "core": ["IndiceData", "ImplicitGemmIndiceData", "expand_nd", "scatter_nd", "ConvAlgo"],
         "conv": [
             "SparseConvolutionBase",
             "SparseConvolution",
@@ -337,6 +337,18 @@ ops_names = [
     "get_conv_output_size",
     "get_deconv_output_size",
 ]
+
+
+def test_members_of_a_tensor(theirs):
+    features, indices = cloud()
+    x, y = (package.SparseConvTensor(features, indices, SHAPE, 2) for package in (ours, theirs))
+    assert {name for name in dir(y) if not name.startswith("__") and not hasattr(x, name)} == set()
+    for name in ("thrust_allocator", "int8_scale", "is_quantized", "force_algo", "benchmark"):
+        assert getattr(x, name) == getattr(y, name), name
+    for each in (x, y):
+        with pytest.raises(ValueError, match="quantized"):
+            each.q_scale()
+        assert torch.equal(each.dequantize().features, features)
 
 
 def test_a_sum_takes_the_activation_of_the_layer(theirs):

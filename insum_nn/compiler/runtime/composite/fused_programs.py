@@ -361,6 +361,7 @@ def _walks(ones: Sequence[_One], decided: _Plan) -> list[Walk]:
         lambda: sorted(_all_walks(ones), key=lambda walk: _cost(ones, walk)),
         lambda walks: [[numbers[name] for name in walk] for walk in walks],
         lambda found: [(names[tensor], names[index]) for tensor, index in found],
+        [(int, int)],
     )
 
 

@@ -146,7 +146,7 @@ class PathProducts:
 
     Args:
         families: what is computed.
-        rows: the rows of each output, `None` where all samples share it; and the numbers in a row.
+        written: the numbers in a row of each output.
         widths: the numbers in a row of each tensor that is read.
         dtype: in which they are multiplied; what is read may be of fp16 or bf16.
     """
@@ -154,12 +154,11 @@ class PathProducts:
     def __init__(
         self,
         families: Sequence[Family],
-        rows: Sequence[tuple[int | None, int]],
+        written: Sequence[int],
         widths: Sequence[int],
         dtype: torch.dtype,
     ) -> None:
-        self.rows, self.dtype = tuple(rows), dtype
-        self._shapes = [(width,) if count is None else (count, width) for count, width in rows]
+        self.row_sizes, self.dtype = tuple(written), dtype
         outputs = [output for family in families for output in family.outputs]
         self.selects: dict[Number, str | None] = {o.number: o.split.operands[o.side].rows for o in outputs}
         self.gathered = {number: own for family in families for number, own in family.reads.values()}
@@ -174,7 +173,7 @@ class PathProducts:
         # Numbers of a sample besides its operands: matrices and their gradients; of a path `T`, `G` and a result; what
         # is gathered.
         moved = sum(widths[number] for number, own in self.gathered.items() if own)
-        moved += sum(self.rows[number][1] for number, own in self.selects.items() if own)
+        moved += sum(self.row_sizes[number] for number, own in self.selects.items() if own)
         columns = sum(family.some.columns() for family in families)
         largest = max(
             len(path.right.first) * max(path.left.copies, path.right.copies)
@@ -191,7 +190,7 @@ class PathProducts:
         if source is not None:
             self.tables.setdefault(source, _Tables(widths[source]))
         if scale is not None:
-            self.slopes.setdefault(scale.number, _Tables(self.rows[scale.number][1]))
+            self.slopes.setdefault(scale.number, _Tables(self.row_sizes[scale.number]))
         for at, path in enumerate(family.some.paths):
             _, k, i = path.block.shape
             read, written = self._read(family, at), self._written(family, at)
@@ -231,18 +230,24 @@ class PathProducts:
         return found
 
     def __call__(
-        self, tensors: Sequence[Tensor], indices: Mapping[str, Tensor], samples: int, kept: Tensor | None
+        self,
+        tensors: Sequence[Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        indices: Mapping[str, Tensor],
+        samples: int,
+        kept: Tensor | None,
     ) -> list[Tensor]:
-        """Every output, (rows, numbers of a row), of the dtype in which they are multiplied.
+        """Every output, of the dtype in which they are multiplied.
 
         Args:
             tensors: what is read, by number.
+            shapes: of the outputs, (rows, numbers of a row), or (numbers of a row,) where all samples share it.
             indices: index tensors that select rows, by name; none of their entries of `kept` samples is missing.
             samples: how many there are.
             kept: those that take part; `None`: all.
         """
         some, wide = tensors[0], self.dtype
-        found = [some.new_zeros(shape, dtype=wide) for shape in self._shapes]
+        found = [some.new_zeros(shape, dtype=wide) for shape in shapes]
         count = samples if kept is None else kept.numel()
         most = max(_LEAST, AT_ONCE // (wide.itemsize * self.between))
         if self.at_nodes:
@@ -268,7 +273,7 @@ class PathProducts:
 
         # Results of a range of samples that are then added to selected rows.
         sums = {
-            number: some.new_zeros(size, self.rows[number][1], dtype=wide)
+            number: some.new_zeros(size, self.row_sizes[number], dtype=wide)
             for number, rows in self.selects.items()
             if rows or (rows is not None and kept is not None)
         }
@@ -292,7 +297,7 @@ class PathProducts:
             self._run(own, operands, made)
             for number, part in sums.items():
                 rows = self.selects[number] or ""
-                found[number].index_add_(0, places(rows, start, own), part.narrow(0, 0, own))
+                found[number].index_add_(0, places(rows, start, own).long(), part.narrow(0, 0, own))
         return found
 
 
@@ -345,14 +350,14 @@ class _Text:
         """Fill `lines`."""
         whole, lines = self.whole, self.lines
         lines.append(f"({''.join(f'r{n}, ' for n in range(len(whole.gathered)))}) = operands")
-        lines.append(f"({''.join(f'f{n}, ' for n in range(len(whole.rows)))}) = found")
+        lines.append(f"({''.join(f'f{n}, ' for n in range(len(whole.row_sizes)))}) = found")
         for n, own in sorted(whole.gathered.items()):
             lines += [f"if r{n}.ndim != {1 if own is None else 2}:"]
             lines += [f"    r{n} = {f'r{n}.reshape(-1)' if own is None else f'flat(r{n})'}"]
             lines += [f"if r{n}.dtype is not wide:", f"    r{n} = r{n}.to(wide)"]
             lines += [f"{'' if own is None else f'ra{n}, '}rb{n}, = r{n}.stride()", f"rc{n} = r{n}.storage_offset()"]
-        for n, (count, _) in enumerate(whole.rows):
-            lines += [f"{'' if count is None else f'fa{n}, '}fb{n}, = f{n}.stride()", f"fc{n} = f{n}.storage_offset()"]
+        for n, own in sorted(whole.selects.items()):
+            lines += [f"{'' if own is None else f'fa{n}, '}fb{n}, = f{n}.stride()", f"fc{n} = f{n}.storage_offset()"]
         for n, table in whole.tables.items():
             self.names[f"table{n}"] = table.of(whole.dtype)
             lines.append(f"m{n} = r{n} @ table{n}")

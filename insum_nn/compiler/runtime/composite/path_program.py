@@ -156,7 +156,7 @@ def run_together(
     results = list(dict.fromkeys(outputs))
     tensors: dict[Hashable, int] = {}
     sources: list[tuple[int, str]] = []
-    splits: list[tuple[PathSplit, dict[str, int], int]] = []
+    splits: list[tuple[PathSplit, tuple[tuple[str, int], ...], int]] = []
     for at, (program, own) in enumerate(zip(programs, named, strict=True)):
         numbers: dict[str, int] = {}
         for side, operand in program.split.operands.items():
@@ -168,20 +168,20 @@ def run_together(
                 tensors[key] = len(tensors)
                 sources.append((at, operand.name))
             numbers[operand.name] = tensors[key]
-        splits.append((program.split, numbers, results.index(outputs[at])))
+        splits.append((program.split, tuple(numbers.items()), results.index(outputs[at])))
     indices = _indices(programs, named)
     if indices is None or len({program.count for program in programs}) > 1:
         return None
-    families = families_of(splits)
     firsts = [programs[list(outputs).index(result)] for result in results]
     shapes = [program.extents.output for program in firsts]
     selects = [program.split.operands[program.split.written].rows for program in firsts]
-    rows = [
-        (None, _count(shape)) if own is None else (shape[0], _count(shape[1:]))
+    flat = [
+        (_count(shape),) if own is None else (shape[0], _count(shape[1:]))
         for shape, own in zip(shapes, selects, strict=True)
     ]
-    widths = [_count(named[at][name].shape[1:]) for at, name in sources]
-    products = PathProducts(families, rows, widths, wide_dtype(programs[0].bound.dtype))
+    widths = tuple([_count(named[at][name].shape[1:]) for at, name in sources])
+    dtype = wide_dtype(programs[0].bound.dtype)
+    products = _products(tuple(splits), tuple([shape[-1] for shape in flat]), widths, dtype)
     masked = any(program.bound.facts_of(name).masked is not False for program in programs for name in indices)
     count = programs[0].count
 
@@ -194,12 +194,24 @@ def run_together(
         if masked:
             present = torch.stack([index >= 0 for index in own.values()]).all(0)
             kept = None if bool(present.all()) else present.nonzero().squeeze(1)
-        made = products([named[at][name] for at, name in sources], own, count, kept)
+        made = products([named[at][name] for at, name in sources], flat, own, count, kept)
         for at, shape in enumerate(shapes):
             made[at] = made[at].view(shape)
         return made
 
     return run
+
+
+@lru_cache(maxsize=512)
+def _products(
+    splits: tuple[tuple[PathSplit, tuple[tuple[str, int], ...], int], ...],
+    written: tuple[int, ...],
+    widths: tuple[int, ...],
+    dtype: torch.dtype,
+) -> PathProducts:
+    """The products of several splits, for any samples and rows: they are printed once, and serve new edges."""
+    families = families_of([(split, dict(numbers), number) for split, numbers, number in splits])
+    return PathProducts(families, written, widths, dtype)
 
 
 def same_memory(tensor: Tensor) -> Hashable:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from insum_nn.compiler.runtime.composite.read_cells import SizedClear, UnreadCel
 from insum_nn.compiler.runtime.execution import Executable, executable, generation
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of, multiplies_blocks
 from insum_nn.facts import UNKNOWN
+from insum_nn.locks import cached_property
 
 __all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree"]
 

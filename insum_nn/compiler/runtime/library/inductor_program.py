@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,11 +12,12 @@ from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library.programs import extent_arguments
+from insum_nn.locks import new_lock
 
 __all__ = ["InductorProgram", "split_arguments"]
 
 # Inductor's configuration belongs to the process, so that one thread compiles at a time. Nothing else waits for it.
-_compiling = threading.RLock()
+_compiling = new_lock()
 
 
 class InductorProgram:

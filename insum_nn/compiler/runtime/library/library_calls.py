@@ -313,6 +313,6 @@ def _build(rows: Sequence[EntryIndex], columns: Sequence[EntryIndex], shape: tup
     in_order = (
         select is None and len(columns) == 1 and columns[0][0] is None and columns[0][1] == tuple(range(len(shape)))
     )
-    # `row` may be an alias of an index tensor, with which it would then be kept.
-    kept = row.clone() if in_order else None
+    # `row` may be an alias of an index tensor, with which it would then be kept. `index_add_` is fastest by int64.
+    kept = row.to(torch.int64, copy=True) if in_order else None
     return _Structure(crow, col.to(torch.int32 if small else torch.int64).contiguous(), select, kept)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.kernels import background
-from insum_nn.compiler.kernels.ahead import Collection, UndecidedError, collecting, rehearse
-from insum_nn.compiler.kernels.background import cold
+from insum_nn.compiler.kernels.ahead import Collection, UndecidedError, collect, collecting
+from insum_nn.compiler.kernels.background import cold, rehearsals
 from insum_nn.compiler.runtime.composite.intermediates import intermediates_apart
 from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.runtime.steps.watch import unwatched
@@ -127,7 +127,7 @@ def _rehearse_call(function: Any, ctx: Any, *arguments: Any) -> None:
         rehearse_gradients(function, own, *results)
 
 
-cold.rehearse = _rehearse_call
+rehearsals.call = _rehearse_call
 
 
 def _may_rehearse(tensors: Sequence[Tensor]) -> bool:
@@ -156,7 +156,7 @@ def rehearsal() -> Generator[Collection]:
     Planning the other kernels takes as long as compiling one. Tensors are saved apart: a checkpoint of the step would
     count them among what it has to recompute. Intermediate tensors are zero, and are not to be read by the step.
     """
-    collected = rehearse(lambda code: background.submit([code]))
+    collected = collect(found=lambda code: background.submit([code]))
     saved = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     with collected as collection, saved, intermediates_apart(), unwatched():
         yield collection

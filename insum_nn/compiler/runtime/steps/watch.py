@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from insum_nn.locks import new_lock
+
 __all__ = ["StatementCall", "statement_calls", "unwatched", "watch"]
 
 
@@ -59,7 +61,7 @@ class _Watch:
 
 
 watch = _Watch()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 @contextmanager

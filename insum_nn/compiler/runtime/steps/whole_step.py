@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from insum_nn.compiler.kernels.ahead import UndecidedError
-from insum_nn.compiler.kernels.background import cold
+from insum_nn.compiler.kernels.background import cold, rehearsals
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.runtime.modes import is_plain_eager, outer_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearsal
@@ -95,7 +95,7 @@ def _rehearse_step(code: KernelCode, recorded: bool) -> tuple[Iterable[KernelCod
     return found, ended and recorded
 
 
-cold.rehearse_step = _rehearse_step
+rehearsals.step = _rehearse_step
 
 
 def _outermost_call() -> _Call | None:
@@ -132,7 +132,6 @@ def _rehearsed(called: _Call, recorded: bool) -> tuple[dict[KernelCode, None], b
         rehearsal() as collection,
         torch.set_grad_enabled(recorded),
         outer_autocast("cuda"),
-        torch.autograd.set_multithreading_enabled(False),
         _nothing_compiled(),
         _random_numbers_kept(),
         _without_collections(),

@@ -77,6 +77,9 @@ def inline(
     facts = {name: own for name, own in declared.items() if name in built}
     # Of what the caller says of the others the graph checks one thing.
     facts |= {name: IndexFacts(masked=declared[name].masked) for name in checked if name in declared}
+    if any(type(extent) is int and extent == 0 for extent in extents.indices):
+        # Without terms every mode leaves what was there. A sum of nothing is one, an extremum is not.
+        statement = replace(statement, operator="+=")
     bound = bind(statement, named, initial, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
     if spec.static:
         pairs = find_pairs(bound, tensors, extents, spec.options, spec.static)
