@@ -194,7 +194,8 @@ def random_cases(seed: int) -> list[tuple[Case, torch.dtype]]:
 
     def cast(tensor: Tensor) -> Tensor:
         """The same layout, gaps included, with small numbers whose sums of products every dtype holds."""
-        flat = torch.as_strided(tensor.resolve_neg(), (tensor.untyped_storage().nbytes() // 8,), (1,), 0)
+        tensor = tensor.resolve_neg()
+        flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // 8,), (1,), 0)
         values = flat.mul(2).round().clamp(0 if dtype is torch.uint8 else -2, 2)
         values = values if dtype.is_floating_point else values.nan_to_num(99)
         return torch.as_strided(values.to(dtype), tensor.shape, tensor.stride(), tensor.storage_offset())
