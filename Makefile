@@ -46,7 +46,7 @@ SEEN := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 TEST_ENV := OMP_NUM_THREADS=1 MPLBACKEND=Agg PYTHONPATH=$(SEEN)
 RUN_ENV := MPLBACKEND=$${MPLBACKEND:-Agg} PYTHONPATH=$(SEEN)
 
-.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint code-lines format types examples check gpu-check gpu-check-ranks sanitize bench bench-table docs docs-check constraints wheel wheel-check clean distclean
+.PHONY: help venv system-libs demo test test-e3nn-oldest peers doctest lint code-lines format types examples check gpu-check gpu-check-ranks sanitize sanitize-cpu bench bench-table docs docs-check constraints wheel wheel-check clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## */\1\t/' | expand -t 18
@@ -157,6 +157,9 @@ gpu-check-ranks: $(READY) ## run the tests of two processes that need two GPUs; 
 
 sanitize: $(READY) ## run generated kernels of every kind under compute-sanitizer; needs a GPU and the CUDA toolkit
 	$(RUN_ENV) $(PY) -m tests.compiler.sweep memcheck racecheck
+
+sanitize-cpu: $(READY) ## run generated C of every kind under the address and undefined-behaviour sanitizers
+	$(RUN_ENV) $(PY) -m tests.compiler.sanitize_cpu
 
 bench: $(READY) ## run benchmarks, keep the record, update benchmarks/results/current: make bench CASES='spmm*'
 	$(RUN_ENV) $(PY) -m benchmarks.run '$(CASES)' --save --supervise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,14 +19,18 @@ from insum_nn.compiler.codegen.c import CKernel, c_kernel, translation_unit
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
 from insum_nn.compiler.ir.interpret import interpret_kernel
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
-from insum_nn.compiler.lang.bind import bind
+from insum_nn.compiler.lang.bind import bind, layout_of
+from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
+from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
+from insum_nn.dtypes import VALUE_DTYPES
 from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.testing.random_programs import random_program
 
-__all__ = ["COMPILER", "FLAGS", "Case", "case_of", "compiled", "extent", "random_values", "sorted_entries"]
+__all__ = ["COMPILER", "FLAGS", "Case", "case_of", "check", "compiled", "extent", "random_cases", "sorted_entries"]
 
 COMPILER = shutil.which("cc")
 FLAGS = (
@@ -128,12 +133,16 @@ def case_of(
 ) -> Case:
     """The kernel of a call; `compiled_in`: the greatest extent of axes that becomes a number."""
     known = {n: IndexFacts(masked=bool((tensors[n] < 0).any())) for n in statement.index_tensors()}
-    bound = bind(statement, tensors, initial, facts={**known, **(facts or {})}, drop_outside=drop_outside, epilogue=epilogue)
+    bound = bind(
+        statement, tensors, initial, facts={**known, **(facts or {})}, drop_outside=drop_outside, epilogue=epilogue
+    )
     layout, names = bound.layout, Names(statement)
     ordered = [tensors[name] for name in layout.tensors]
     extents = resolve_extents(statement, ordered, initial, dict(sizes or {}), out_shape)
     by_index = dict(zip(layout.indices, extents.indices, strict=True))
-    bound = replace(bound, static=tuple((name, by_index[name]) for name in layout.indices if name in {*fixed, *unrolled}))
+    bound = replace(
+        bound, static=tuple((name, by_index[name]) for name in layout.indices if name in {*fixed, *unrolled})
+    )
     kernel = build(bound)
     memory = {names.tensors[name]: tensor for name, tensor in zip(layout.tensors, ordered, strict=True)}
     found = {names.indices[name]: n for name, n in by_index.items()}
@@ -150,7 +159,9 @@ def case_of(
             del memory[names.tensors[name]]
     if initial is not None:
         memory[INITIAL] = initial.expand(extents.output)
-    small: Any = {Size(name): Const(n) for name, n in found.items() if "_" in name and n <= compiled_in and name[-1] != "0"}
+    small: Any = {
+        Size(name): Const(n) for name, n in found.items() if "_" in name and n <= compiled_in and name[-1] != "0"
+    }
     replaced = kernel.replace(small)
     assert isinstance(replaced, Kernel)
     return Case(str(statement), replaced, memory, found, tuple(extents.output))
@@ -171,6 +182,63 @@ def compiled(kernels: Sequence[CKernel], folder: Path, *, threads: bool = False,
     return ctypes.CDLL(str(library))
 
 
-def random_values(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Small numbers whose sums of products every dtype holds."""
-    return torch.randint(-2, 3, tuple(shape), generator=generator).to(dtype)
+def random_cases(seed: int) -> list[tuple[Case, torch.dtype]]:
+    """The kernels of a random program and of its derivatives, with numbers of a random dtype."""
+    program = random_program(seed, max_size=5 if seed % 3 else 12)
+    statement, rng = parse(program.expression), random.Random(seed)
+    indices, tables = statement.indices(), {*statement.index_tensors()}
+    floats = tables != {*program.tensors} or program.initial is not None
+    dtype = rng.choice(VALUE_DTYPES) if floats else torch.float32
+    if not dtype.is_floating_point and any(mark in program.expression for mark in (".", "e-")):
+        dtype = torch.float32
+
+    def cast(tensor: Tensor) -> Tensor:
+        """The same layout, gaps included, with small numbers whose sums of products every dtype holds."""
+        tensor = tensor.resolve_neg()
+        flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // 8,), (1,), 0)
+        values = flat.mul(2).round().clamp(0 if dtype is torch.uint8 else -2, 2)
+        values = values if dtype.is_floating_point else values.nan_to_num(99)
+        return torch.as_strided(values.to(dtype), tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    tensors = {name: t if name in tables else cast(t) for name, t in program.tensors.items()}
+    initial = None if program.initial is None else cast(program.initial)
+    fixed = [index for index in indices if rng.random() < 0.5]
+    options = {"fixed": fixed, "compiled_in": rng.choice((0, 128))}
+    sizes, shape = program.sizes, program.out_shape
+    cases = [case_of(statement, tensors, initial=initial, sizes=sizes, out_shape=shape, **options)]
+    if statement.combining.adds and initial is None:
+        layout = layout_of(statement)
+        extents = resolve_extents(statement, [tensors[n] for n in layout.tensors], None, sizes, shape)
+        by_index = dict(zip(layout.indices, extents.indices, strict=True))
+        for operand in sorted(layout.value_tensors - tables):
+            derivative = derivatives(statement, operand)
+            for each in derivative.statements:
+                own = {index: n for index, n in by_index.items() if index in each.indices()}
+                gradient = torch.randint(-2, 3, extents.output).to(dtype)
+                read = {n: gradient if n == derivative.seed else tensors[n] for n in layout_of(each).tensors}
+                options["fixed"] = [index for index in fixed if index in own]
+                where: Any = {"sizes": own, "out_shape": tensors[operand].shape, "drop_outside": True}
+                cases.append(case_of(each, read, **where, **options))
+    return [(case, dtype) for case in cases]
+
+
+TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def check(case: Case, got: Tensor) -> None:
+    """Compare what C computed with what the interpreter does; integers wrap as torch's do."""
+    want = case.expected()
+    if not got.is_floating_point():
+        want = want.to(got.dtype)
+        assert torch.equal(got, want), case.title
+        return
+    tolerance = TOLERANCES[got.dtype]
+    scale = want[want.isfinite()].abs().max().item() if want.isfinite().any() else 0
+    torch.testing.assert_close(
+        got.double(),
+        want.double(),
+        rtol=tolerance,
+        atol=tolerance * scale,
+        equal_nan=True,
+        msg=lambda m: f"{case.title}: {m}",
+    )

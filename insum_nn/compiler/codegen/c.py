@@ -9,7 +9,7 @@ A term that misses is not computed: its condition skips the rest of a loop, one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,7 +39,7 @@ from insum_nn.compiler.passes.group_entries import factors_of_value, group_entri
 from insum_nn.compiler.passes.own_rows import own_rows
 from insum_nn.compiler.passes.place_lanes import extent_of, place_lanes, steps_of
 from insum_nn.compiler.passes.written_cells import WrittenCells, written_cells
-from insum_nn.dtypes import DTYPES, dtype_of
+from insum_nn.dtypes import dtype_of
 
 __all__ = ["CKernel", "NotInC", "c_kernel", "translation_unit"]
 
@@ -200,7 +200,11 @@ class _Printer:
             raise NotInC(f"{self.result.activation} of {self.dtype}")
         self.width = vector_bytes // self.number.bytes
         self.place = place_lanes(
-            self.kernel, self.cells, self.width, self.apart, vectors=self.mode == "add" or (floating and self.cells.once)
+            self.kernel,
+            self.cells,
+            self.width,
+            self.apart,
+            vectors=self.mode == "add" or (floating and self.cells.once),
         )
         lanes = self.place.lanes
         self.v = lanes.index if lanes else None
@@ -240,7 +244,7 @@ class _Printer:
         return f"{kind}{self.count}"
 
     @contextmanager
-    def block(self, head: str = "{") -> Iterator[None]:
+    def block(self, head: str = "{") -> Generator[None]:
         """A block of C, after which names that were defined in it are forgotten."""
         before = dict(self.names), set(self.known), dict(self.flags), dict(self.memo)
         self.line(head)
@@ -456,16 +460,16 @@ class _Printer:
         inputs = [b for b in self.kernel.inputs if b in used or (b.name == INITIAL and self.has_initial)]
         names = {n.name for b in (*inputs, self.out) for e in b.shape for n in walk(e) if isinstance(n, Size)}
         numbers = sorted(names | {n.name for n in walk(self.kernel) if isinstance(n, Size)})
-        strides = [f"{b.name}_stride_{a}" for b in inputs if not self.contiguous.get(b.name, True) for a in range(len(b.shape))]
+        strides = [
+            f"{b.name}_stride_{a}" for b in inputs if not self.contiguous.get(b.name, True) for a in range(len(b.shape))
+        ]
         # The initial value may be the output's own memory.
         parts = [f"const {self.stored(b)} *{'' if b.name == INITIAL else 'restrict '}{b.name}" for b in inputs]
         parts += [f"{self.stored(self.out)} *out", *(f"long n_{n}" for n in numbers), *(f"long {s}" for s in strides)]
         text = f"static int {self.name}({', '.join(parts)}) {{\n" + "\n".join([*self.lines, "  return 0;", "}"])
         pointers = (*(b.name for b in inputs), "out")
         filled = not (everything or self.has_initial or self.apart_sums)
-        return CKernel(
-            text, self.helpers.prelude, self.name, pointers, (*numbers, *strides), self.structure, filled
-        )
+        return CKernel(text, self.helpers.prelude, self.name, pointers, (*numbers, *strides), self.structure, filled)
 
     def stored(self, buffer: Buffer) -> str:
         return number_of(buffer.dtype).stored
@@ -500,9 +504,8 @@ class _Printer:
             value = f"{self.helpers.activation(self.result.activation, 1)}({value})"
         return f"{self.helpers.put(self.out.dtype)}({value})"
 
-    def each_cell(self, statement: object) -> None:
+    def each_cell(self, statement: Callable[[str, str], str]) -> None:
         """Do something with each cell of the output and its initial value."""
-        assert callable(statement)
         rank = range(len(self.out.shape))
         cell = "0"
         for axis in rank:
@@ -575,7 +578,7 @@ class _Printer:
         return found + ([(0, slots)] if slots else [])
 
     @contextmanager
-    def repeated(self, step: int) -> Iterator[None]:
+    def repeated(self, step: int) -> Generator[None]:
         """A loop over vectors, from where the one before it ended."""
         assert self.v is not None
         assert self.place.lanes is not None
@@ -880,5 +883,5 @@ def _is_index(load: Load) -> bool:
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
+def _nothing() -> Generator[None]:
     yield

@@ -40,7 +40,7 @@ class Number:
 
 _NUMBERS = {
     "float32": Number("float", "float", "f32", "int", 4),
-    "float64": Number("double", "double", "f64", "long", 8),
+    "float64": Number("double", "double", "f64", "long long", 8),
     "float16": Number("unsigned short", "float", "f32", "int", 4),
     "bfloat16": Number("unsigned short", "float", "f32", "int", 4),
     "int8": Number("signed char", "unsigned", "u32", "int", 4),
@@ -120,8 +120,14 @@ _RANGES = {
 _MASKED = {
     ("f32", 32): ("__AVX__", "__builtin_ia32_maskloadps256((const f32x8 *)p, m)"),
     ("f64", 32): ("__AVX__", "__builtin_ia32_maskloadpd256((const f64x4 *)p, m)"),
-    ("f32", 64): ("__AVX512F__", "__builtin_ia32_loadups512_mask((const float *)p, r, (unsigned short)insum_bits(lo, hi, 16))"),
-    ("f64", 64): ("__AVX512F__", "__builtin_ia32_loadupd512_mask((const double *)p, r, (unsigned char)insum_bits(lo, hi, 8))"),
+    ("f32", 64): (
+        "__AVX512F__",
+        "__builtin_ia32_loadups512_mask((const float *)p, r, (unsigned short)insum_bits(lo, hi, 16))",
+    ),
+    ("f64", 64): (
+        "__AVX512F__",
+        "__builtin_ia32_loadupd512_mask((const double *)p, r, (unsigned char)insum_bits(lo, hi, 8))",
+    ),
 }
 _MASK_BITS = """INSUM_INLINE unsigned insum_bits(long lo, long hi, int w) {
   return ((1u << least(most(hi, 0), w)) - 1) & ~((1u << least(most(lo, 0), w)) - 1);
@@ -153,6 +159,11 @@ class Helpers:
         """The lesser or greater of two integers, or their quotient rounded down."""
         self.add(_RANGES[name])
         return name
+
+    def clamping(self) -> None:
+        """What brings a number of lanes between two bounds."""
+        self.range("least")
+        self.range("most")
 
     def vector(self, width: int) -> str:
         """The type of so many lanes."""
@@ -242,7 +253,7 @@ class Helpers:
         masked = _MASKED.get((number.tag, width * number.bytes)) if number.stored == number.number else None
         if masked is not None and not apart:
             feature, read = masked
-            self.range("least"), self.range("most")
+            self.clamping()
             mask = ""
             if feature == "__AVX__":
                 mask = f" m{vector} m = {self.inside(width)}(lo, hi);"
@@ -253,7 +264,7 @@ class Helpers:
 
     def inside(self, width: int) -> str:
         """The lanes from `lo` to `hi`, as a mask."""
-        self.range("least"), self.range("most")
+        self.clamping()
         vector, mask = self.vector(width), self.number.mask
         lanes = ", ".join(map(str, range(width)))
         body = (
@@ -267,9 +278,7 @@ class Helpers:
         vector, tag = self.vector(width), self.number.tag
         body = "return lo <= 0 && hi > 0 ? a : 0;"
         if width > 1:
-            body = (
-                f"return lo <= 0 && hi >= {width} ? a : ({vector})((m{vector})a & {self.inside(width)}(lo, hi));"
-            )
+            body = f"return lo <= 0 && hi >= {width} ? a : ({vector})((m{vector})a & {self.inside(width)}(lo, hi));"
         return self.function(f"only{width}_{tag}", width, vector, f"{vector} a, long lo, long hi", body)
 
     # Arithmetic.
@@ -327,7 +336,8 @@ class Helpers:
         same = number_of(out).bytes == number.bytes and out not in ("float16", "bfloat16", "int8", "uint8", "int16")
         same = same and dtype_of(out).is_floating == dtype_of(self.dtype).is_floating
         near = near or width == 1
-        name = f"{'add' if adds else 'st'}{'m' if some else ''}{'' if near else 's'}{width}_{number.tag}_{self.dtype}_{out}"
+        how = f"{'add' if adds else 'st'}{'m' if some else ''}{'' if near else 's'}"
+        name = f"{how}{width}_{self.dtype}_{out}"
         arguments = f"{stored} *p, {'' if near else 'long s, '}{vector} a" + (", long lo, long hi" if some else "")
         place, value = ("p[i]" if near else "p[i * s]"), "a[i]"
         if width == 1:

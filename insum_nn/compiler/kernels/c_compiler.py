@@ -38,10 +38,13 @@ _LONGEST = 60.0
 _SEVERAL = 4
 
 
-@functools.cache
 def find_compiler() -> tuple[str, ...] | None:
     """The command of the system's C compiler with its flags: `CC`, else cc, gcc or clang; `None`: there is none."""
-    named = os.environ.get("CC")
+    return _find(os.environ.get("CC"))
+
+
+@functools.cache
+def _find(named: str | None) -> tuple[str, ...] | None:
     for name in (named,) if named else ("cc", "gcc", "clang"):
         path = shutil.which(name)
         if path is not None:
@@ -52,10 +55,8 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 @functools.cache
-def _environment() -> str:
+def _environment(command: tuple[str, ...]) -> str:
     """What machine code depends on besides its text: the compiler, its flags, the processor's features."""
-    command = find_compiler()
-    assert command is not None
     compiler = os.stat(os.path.realpath(command[0]))
     return json.dumps([command, compiler.st_size, compiler.st_mtime_ns, _processor()])
 
@@ -121,7 +122,9 @@ class CFunction:
             self._compiled.set()
 
     def _key(self) -> str:
-        return hashlib.sha256(f"{_environment()}\n{self.text}".encode()).hexdigest()[:40]
+        command = find_compiler()
+        assert command is not None
+        return hashlib.sha256(f"{_environment(command)}\n{self.text}".encode()).hexdigest()[:40]
 
     def _build(self) -> None:
         command, folder = find_compiler(), own_folder("c")

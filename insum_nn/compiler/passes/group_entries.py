@@ -1,10 +1,12 @@
 """Walk entries by the matrix of a stack that multiplies them, so that neighbours share what is read of it.
 
-    free a in 0 .. A:                                   free row in 0 .. M:
-      free b in 0 .. B:                                   free entry in begin[row] .. begin[row + 1]:
-        sum c in 0 .. C:                         ->         free b in 0 .. B:
-          out[a, b] += t0[a, c] * t1[x0[a], c, b]             sum c in 0 .. C:
-                                                                out[order[entry], b] += t0[order[entry], c] * t1[row, c, b]
+    free a in 0 .. A:                               free row in 0 .. M:
+      free b in 0 .. B:                      ->       free entry in begin[row] .. begin[row + 1]:
+        sum c in 0 .. C:                                free b in 0 .. B:
+          out[a, b] += t0[a, c] * t1[x0[a], c, b]         sum c in 0 .. C:
+                                                            out[e, b] += t0[e, c] * t1[row, c, b]
+
+with e = order[entry].
 
 The walk is the one of rows that are owned (`own_rows`), but the rows are those of a factor.
 """
@@ -27,7 +29,7 @@ def factors_of_value(value: Expr) -> list[Expr]:
 
 
 def plain_entry(subscript: Expr) -> bool:
-    """Whether a subscript is an entry that is read at different indices and nothing else, as a walk by rows takes it."""
+    """Whether a subscript is an entry that is read at different indices, as a walk by rows takes it."""
     if not isinstance(subscript, Load) or subscript.where is not None or not subscript.subscripts:
         return False
     return all(isinstance(s, Index) for s in subscript.subscripts) and len({*subscript.subscripts}) == len(

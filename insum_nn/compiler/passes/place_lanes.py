@@ -84,9 +84,7 @@ def place_lanes(
     sums = [loop for loop in loops if loop.role == "sum" and loop is not lanes]
     reads = [node for store in stores for node in walk(store.value) if isinstance(node, Load)]
     index_reads = [read for read in reads if read.buffer.name.startswith("x")]
-    sums.sort(
-        key=lambda loop: (loop.index is not ENTRY, -sum(loop.index in indices_in(read) for read in index_reads))
-    )
+    sums.sort(key=lambda loop: (loop.index is not ENTRY, -sum(loop.index in indices_in(read) for read in index_reads)))
     along_cells = lanes is not None and lanes.role == "free"
     schedule = Schedule(m=count, n=each if along_cells else 1, k=each if lanes and not along_cells else 1)
     return Placement(schedule, tuple(outer), rows, tuple(sums), lanes)

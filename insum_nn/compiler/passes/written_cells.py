@@ -1,4 +1,4 @@
-"""Say of the stores of an algorithm whether two points of its free loops may write one cell, and whether all are written."""
+"""Say whether two points of the free loops of an algorithm may write one cell, and whether all cells are written."""
 
 from __future__ import annotations
 
@@ -79,13 +79,17 @@ def _counted(
     rest = [a for a in axes if a not in alike]
     if len(common) < len(alike) or not {*free} <= common | indices_in(*(t[a] for t in targets for a in rest)):
         return False, False
-    whole = all(loops[i].begin is Const(0) and loops[i].end is shape[a] for a in alike if isinstance(i := targets[0][a], Index))
+    whole = all(
+        loops[i].begin is Const(0) and loops[i].end is shape[a] for a in alike if isinstance(i := targets[0][a], Index)
+    )
     found, count = set[tuple[int, ...]](), 0
     for target in targets:
         subscripts = [target[a] for a in rest]
         inner = sorted(indices_in(*subscripts), key=lambda index: index.name)
         ends = [loops[index].end for index in inner]
-        lookups = any(isinstance(n, Load) or (isinstance(n, Op) and n.name not in ("add", "mul")) for n in walk(*subscripts))
+        lookups = any(
+            isinstance(n, Load) or (isinstance(n, Op) and n.name not in ("add", "mul")) for n in walk(*subscripts)
+        )
         if common & {*inner} or lookups or any(not isinstance(end, Const) for end in ends):
             return False, False
         extents = [int(end.value) for end in ends if isinstance(end, Const)]

@@ -310,7 +310,7 @@ _EMPTY = IndexFacts(masked=True, proven=True)
 
 def _programs(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Facts) -> _Programs:
     """Bind a statement to tensors; sizes change at each call of many, and what a program depends on does not."""
-    key = (*kinds_of(named.values(), initial), *facts.values())
+    key = (generation(), *kinds_of(named.values(), initial), *facts.values())
     found = spec.programs.get(key)
     if found is None:
         bound = bind(
@@ -324,11 +324,10 @@ def _programs(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, f
 
 def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, facts: Facts) -> None:
     """Have calls on tensors of these kinds run at any sizes, where only a builder's tensors and sizes are to check."""
-    if programs.executables.backend == "c":
+    if programs.executables.backend == "c" and tensors:
         kind = call_kind(spec, tensors)
         if kind not in spec.calls and (found := Call(spec, tensors)).printed:
             spec.calls[kind] = found
-        return
     plain = not (spec.static or spec.options.validate or writes_sums(spec.statement))
     if programs.executables.backend != "triton" or not plain or not all(vouched for _, vouched in spec.indexed):
         return
