@@ -1,4 +1,7 @@
-"""List the dtypes of factors, outputs and index tensors: one row says all that the package asks of a dtype."""
+"""List the dtypes of factors, outputs and index tensors: one row says all that the package asks of a dtype.
+
+What is no dense tensor has none: it is refused, by one rule for all arguments.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
-__all__ = ["DTYPES", "FLOATS", "INDEX_DTYPES", "VALUE_DTYPES", "Dtype", "dtype_of", "is_widened", "wide_dtype"]
+__all__ = [
+    "DTYPES",
+    "FLOATS",
+    "INDEX_DTYPES",
+    "VALUE_DTYPES",
+    "Dtype",
+    "dtype_of",
+    "is_widened",
+    "not_dense",
+    "wide_dtype",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +120,21 @@ def dtype_of(dtype: torch.dtype | str) -> Dtype:
     torch.float32
     """
     return _ROWS[dtype]
+
+
+def not_dense(value: object) -> str | None:
+    """Return what a message calls a value that is no dense tensor; `None` for one that is.
+
+    >>> not_dense(torch.ones(2)), not_dense([1.0]), not_dense(torch.eye(2).to_sparse())
+    (None, 'list', 'a tensor of layout torch.sparse_coo')
+    """
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if isinstance(value, UninitializedTensorMixin):
+        return "an uninitialized parameter or buffer"
+    if value.is_nested:
+        return "a nested tensor"
+    return None if value.layout is torch.strided else f"a tensor of layout {value.layout}"
 
 
 def is_widened(dtype: torch.dtype | str) -> bool:

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from insum_nn.dtypes import INDEX_DTYPES
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumOverflowError, InsumShapeError
+from insum_nn.dtypes import INDEX_DTYPES, not_dense
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumOverflowError, InsumShapeError
 
 __all__ = [
     "check_block_shape",
@@ -20,6 +20,7 @@ __all__ = [
     "check_shape",
     "choose_index_dtype",
     "integers",
+    "require_dense",
     "require_matrix",
     "require_tensor",
 ]
@@ -36,6 +37,17 @@ def require_tensor(value: object, owner: str, name: str) -> Tensor:
             got=type(value),
         )
     return value
+
+
+def require_dense(value: object, owner: str, name: str) -> Tensor:
+    """`value` if it is a dense tensor."""
+    tensor = require_tensor(value, owner, name)
+    got = not_dense(tensor)
+    if got is not None:
+        raise InsumFormatError(
+            f"{owner} needs a dense tensor for {name}, got {got}", fix="convert it; a sparse tensor by from_torch."
+        )
+    return tensor
 
 
 def integers(extents: object) -> tuple[int, ...] | None:

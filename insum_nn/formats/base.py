@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
-from insum_nn.dtypes import INDEX_DTYPES
+from insum_nn.dtypes import INDEX_DTYPES, not_dense
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import UNKNOWN, IndexFacts, NamedFacts
 from insum_nn.formats import arguments, checks
@@ -201,7 +201,7 @@ class SparseFormat(Verifiable):
             InsumShapeError: another shape.
             InsumDeviceError: another device.
         """
-        if values.shape != self.values.shape:
+        if arguments.require_dense(values, f"{type(self).__name__}.with_values", "values").shape != self.values.shape:
             raise InsumShapeError(
                 f"values of {type(self).__name__}.with_values have another shape",
                 details=[f"expected {tuple(self.values.shape)}; got {tuple(values.shape)}"],
@@ -313,9 +313,9 @@ class SparseFormat(Verifiable):
         """Check what needs no element to be read; called by each `__post_init__`."""
         object.__setattr__(self, "shape", arguments.check_shape(self.shape, type(self).__name__))
         object.__setattr__(self, "index_facts", tuple(self.index_facts))
-        self._own_versions()
         title = f"{type(self).__name__} of shape {self.shape} cannot hold these tensors"
         checks.raise_faults(title, self._structure_faults(), by_kind=True)
+        self._own_versions()
 
     def _proven(self) -> bool:
         """Return whether the facts say that every index was checked to lie inside."""
@@ -391,9 +391,9 @@ def _tensor_faults(
 ) -> list[Fault]:
     """Return faults of one tensor's type, rank and lengths; binds the letters it is the first to carry."""
     letters = "(" + ", ".join(axes) + ("," if len(axes) == 1 else "") + ")"
-    if not isinstance(tensor, Tensor):
-        fix = f"pass {field} as a torch.Tensor."
-        return [Fault(field, "dtype", f"a tensor {letters}", type(tensor).__name__, fix)]
+    if not isinstance(tensor, Tensor) or not_dense(tensor):
+        fix = f"pass {field} as a dense torch.Tensor."
+        return [Fault(field, "dtype", f"a dense tensor {letters}", str(not_dense(tensor)), fix)]
     if tensor.ndim != len(axes):
         fix = f"give {field} the axes {letters}."
         return [Fault(field, "shape", f"axes {letters}", f"shape {tuple(tensor.shape)}", fix)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks, convert
 from insum_nn.formats.base import IndexPart, SparseFormat
@@ -220,11 +220,7 @@ def blocks_from_dense(
     dense: Tensor, block_shape: tuple[int, int], mask: Tensor | None
 ) -> tuple[Blocks, tuple[int, int]]:
     """Return blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
-    if arguments.require_tensor(dense, "from_dense", "dense").layout != torch.strided:
-        raise InsumFormatError(
-            f"from_dense needs a dense matrix, got layout {dense.layout}", fix="call from_torch on a sparse tensor."
-        )
-    shape = arguments.require_matrix(dense.shape, "a format of blocks")
+    shape = arguments.require_matrix(arguments.require_dense(dense, "from_dense", "dense").shape, "a format of blocks")
     return convert.dense_blocks(dense, arguments.check_block_shape(block_shape), mask), shape
 
 
@@ -233,7 +229,7 @@ def blocks_from_caller(
 ) -> tuple[Blocks, tuple[int, int]]:
     """Return blocks from a caller: checked, proven, cut at the edges of `shape`, and merged unless told otherwise."""
     extents = arguments.require_matrix(arguments.check_shape(shape, owner), "a format of blocks")
-    if arguments.require_tensor(values, owner, "values").ndim != 3:
+    if arguments.require_dense(values, owner, "values").ndim != 3:
         raise InsumShapeError(
             f"{owner} needs values (p, a, b), got shape {tuple(values.shape)}", fix="pass one (a, b) block per entry."
         )

@@ -106,7 +106,7 @@ def check_entries(
         fix = "pass one index tensor per dimension of shape."
         faults.append(checks.Fault("indices", "shape", f"{len(shape)} index tensors", str(len(indices)), fix))
     for field, index in zip(fields, indices, strict=False):
-        arguments.require_tensor(index, owner, field)
+        arguments.require_dense(index, owner, field)
         if index.ndim != 1 or index.shape[0] != values.shape[0]:
             fix = "pass one index per value."
             got = f"shape {tuple(index.shape)}"
@@ -244,11 +244,7 @@ def used_slots(
 
 def dense_entries(dense: Tensor, mask: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return coordinates (ascending) and values of the nonzero elements, or of those that `mask` selects."""
-    if arguments.require_tensor(dense, "from_dense", "dense").layout != torch.strided:
-        raise InsumFormatError(
-            f"from_dense needs a dense tensor, got layout {dense.layout}", fix="call from_torch on a sparse tensor."
-        )
-    arguments.check_shape(dense.shape, "from_dense")
+    arguments.check_shape(arguments.require_dense(dense, "from_dense", "dense").shape, "from_dense")
     chosen = dense != 0 if mask is None else arguments.check_mask(mask, dense, tuple(dense.shape))
     indices = _coordinates(chosen)
     return indices, dense[indices]
@@ -322,7 +318,7 @@ def compressed_blocks(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_torch(tensor: Tensor) -> None:
     """Raise unless `tensor` is a torch sparse tensor of scalar entries without batch dimensions."""
-    if arguments.require_tensor(tensor, "from_torch", "tensor").layout == torch.strided:
+    if arguments.require_tensor(tensor, "from_torch", "tensor").layout in (torch.strided, torch.jagged):
         raise InsumFormatError("from_torch needs a sparse tensor, got a dense one", fix="call from_dense.")
     if tensor.dense_dim() or (tensor.layout != torch.sparse_coo and tensor.ndim != 2):
         raise InsumShapeError(

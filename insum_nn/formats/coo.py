@@ -392,7 +392,7 @@ def _as_coo(
         facts = tuple(IndexFacts(f.sorted, f.unique, masked=False, proven=True) for f in facts)
         return COO(coo.shape, coo.indices, coo.values, facts, coo.coalesced)
     extents = arguments.check_shape(shape, owner)
-    if values is None or arguments.require_tensor(values, owner, "values").ndim != 1:
+    if values is None or arguments.require_dense(values, owner, "values").ndim != 1:
         raise InsumShapeError(
             f"{owner} needs one value per entry",
             details=[f"expected values (p,); got {None if values is None else tuple(values.shape)}"],

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError, plural
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
 from insum_nn.ops.faults import Faults
@@ -155,10 +156,10 @@ def _fit(values: Tensor, operands: Sequence[Operand]) -> bool:
     dtype, device = values.dtype, values.device
     extents: dict[str, int] = {}
     for _, _, tensor, axes in operands:
-        if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.device != device:
+        if not_dense(tensor) or tensor.dtype != dtype or tensor.device != device:
             return False
         shape = tensor.shape
-        if len(shape) != len(axes) or tensor.layout is not torch.strided:
+        if len(shape) != len(axes):
             return False
         for (letter, extent), got in zip(axes, shape, strict=True):
             if got != (extents.setdefault(letter, got) if extent is None else extent):
@@ -176,8 +177,8 @@ class _Check(Faults):
 
     def operand(self, operand: Operand) -> None:
         argument, symbol, tensor, _ = operand
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            got = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+        got = not_dense(tensor)
+        if got is not None:
             fix = f"pass {argument} as a dense torch.Tensor."
             message = f"must be a dense tensor, got {got}"
             self.add(InsumFormatError, argument, message, fix=fix, symbols=[symbol], got=got)

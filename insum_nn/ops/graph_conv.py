@@ -50,7 +50,7 @@ from insum_nn.structure.graph_entries import (
     edge_entries,
     entry_weights,
 )
-from insum_nn.structure.plain_tensors import plain_tensors
+from insum_nn.structure.plain_tensors import is_batched, plain_tensors, without_transforms
 
 __all__ = [
     "GRAPH_ENTRIES",
@@ -152,6 +152,9 @@ def graph_conv(
         else:
             constants = *recipe, options_text(options), False
             out = torch.ops.insum_nn.graph_conv_call(x, edge_index, edge_weight, *constants)
+    elif is_batched(edge_index):
+        check_edge_index(edge_index, x.shape[0])
+        out = _in_graph(x, edge_index, edge_weight, recipe, fixed_order(options))
     else:
         graph = graph_matrix(edge_index, x.shape[0], recipe, again=options.validate)
         values = _graph_values(graph, edge_weight, recipe, x.dtype, options)
@@ -208,15 +211,16 @@ def _composite(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, *const
 
 # An entry without a row is an edge that does not count.
 GRAPH_ENTRIES = "Out[Row[p],n] += Val[p] * X[Col[p],n]"
+_NORMALISED = "W[p] += X[Row[p],n] * Val[p] * X[Col[p],n]"
 _ENTRY_FACTS = NamedFacts(Row=IndexFacts(masked=True, proven=True), Col=IndexFacts(masked=False, proven=True))
 
 
 def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Recipe, options: Options) -> Tensor:
-    """Write the convolution into a traced graph as torch's operations; no size depends on values."""
+    """Convolve so that no size depends on values: in graphs that torch records, and for a batch of graphs."""
     nodes, edges = x.shape[0], edge_index.shape[1]
     check_edge_index(edge_index, nodes, values=False)
-    inside = ((edge_index >= 0) & (edge_index < nodes)).all()
-    torch.ops.aten._assert_async.msg(inside, "'edge_index' holds a node that has no row of features")
+    inside = without_transforms((edge_index >= 0) & (edge_index < nodes))
+    torch.ops.aten._assert_async.msg(inside.all(), "'edge_index' holds a node that has no row of features")
     entries = edge_entries(edge_index, nodes, loops=recipe.loops, flow=recipe.flow, fixed_size=True)
     dtype = wide_dtype(x.dtype)
     if edge_weight is None:
@@ -229,10 +233,14 @@ def _in_graph(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe:
         counts = (row != col) | (torch.arange(row.shape[0], device=x.device) >= edges)
         weights = torch.where(counts, weights, 0.0)
         row = torch.where(counts, row, -1)
-    if recipe.normalize:
+    named = {"Row": row, "Col": col, "Val": weights, "X": weights.new_ones(nodes, 1)}
+    if recipe.normalize and options.deterministic:
+        # `by_degrees` adds in no fixed order on a GPU.
+        root = inverse_root(run(GRAPH_ENTRIES, _ENTRY_FACTS, named, options, (nodes, 1)))
+        weights = run(_NORMALISED, _ENTRY_FACTS, named | {"X": root}, options, None)
+    elif recipe.normalize:
         weights = by_degrees(entries.row, col, weights, nodes)
-    named = {"Row": row, "Col": col, "Val": weights.to(x.dtype), "X": x}
-    return run(GRAPH_ENTRIES, _ENTRY_FACTS, named, options, (nodes, None))
+    return run(GRAPH_ENTRIES, _ENTRY_FACTS, named | {"Val": weights.to(x.dtype), "X": x}, options, (nodes, None))
 
 
 # Calls with `deterministic` or `validate` stay one operator, behind which the graph is kept as in eager calls.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
+from insum_nn.structure.plain_tensors import without_transforms
 
 __all__ = [
     "Flow",
@@ -76,18 +77,18 @@ def check_edge_index(edge_index: Tensor, num_nodes: int, *, values: bool = True)
         )
     if not values or edge_index.numel() == 0:
         return
-    low, high = torch.stack(torch.aminmax(edge_index)).tolist()
+    every = without_transforms(edge_index)
+    low, high = torch.stack(torch.aminmax(every)).tolist()
     if low < 0 or high >= num_nodes:
-        bad = ((edge_index < 0) | (edge_index >= num_nodes)).any(0)
-        first = int(bad.nonzero()[0])
+        bad = ((every < 0) | (every >= num_nodes)).any(0)
+        where = "in a batch of graphs"
+        if every.ndim == 2:
+            where = f"({int(bad.sum())} of {bad.numel()} edges; first at edge {int(bad.nonzero()[0])})"
         raise InsumRangeError(
             "Found negative indices in 'edge_index'"
             if low < 0
             else f"Found indices in 'edge_index' that are larger than {num_nodes - 1}",
-            details=[
-                f"expected 0 <= node < {num_nodes}; got minimum {low}, maximum {high} "
-                f"({int(bad.sum())} of {edge_index.shape[1]} edges; first at edge {first})"
-            ],
+            details=[f"expected 0 <= node < {num_nodes}; got minimum {low}, maximum {high} {where}"],
             fix="pass a row of node features for every node, or drop those edges.",
             expected=num_nodes,
             got=(low, high),

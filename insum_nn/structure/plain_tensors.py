@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["plain_integers", "plain_tensors"]
+__all__ = ["is_batched", "plain_integers", "plain_tensors", "without_transforms"]
 
 Made = TypeVar("Made")
 _AS_IT_IS = nullcontext()
@@ -53,6 +53,23 @@ def _outside(sources: tuple[Tensor, ...]) -> AbstractContextManager[object]:
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
     return stack
+
+
+def without_transforms(tensor: Tensor) -> Tensor:
+    """Return what transforms of `torch.func` have wrapped: of a batch all its tensors.
+
+    >>> torch.vmap(lambda x: x * without_transforms(x).numel())(torch.ones(2, 3)).tolist()
+    [[6.0, 6.0, 6.0], [6.0, 6.0, 6.0]]
+    """
+    # Dynamo, which does not know this function, meets no wrapped tensor.
+    while not torch.compiler.is_dynamo_compiling() and is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for several, each with values of its own, under `torch.vmap`."""
+    return without_transforms(tensor).ndim > tensor.ndim
 
 
 def plain_integers(make: Callable[[], Made], source: Tensor) -> Made:

@@ -29,6 +29,7 @@ from insum_nn.errors import (
     Span,
     caret_lines,
 )
+from tests.formats.registry import NOT_DENSE
 from tests.golden_fixture import Golden
 
 # The builtin classes by which callers catch them.
@@ -85,6 +86,7 @@ def running(expression: str, **arguments: Any) -> Callable[[], object]:
     return lambda: insum(expression, **arguments)
 
 
+NESTED, _, UNINITIALIZED = NOT_DENSE.values()
 SYNTAX = {
     "empty_text": "",
     "blank_text": " \t ",
@@ -176,6 +178,7 @@ CASES: dict[str, Case] = {
     "written_never_read_without_factors": Case(InsumNameError, compiling("C[i] += 2"), {"index": "i"}),
     "unknown_tensor": Case(InsumNameError, spmm(Val=None), {"tensor": "Val"}),
     "misspelt_tensor": Case(InsumNameError, spmm(Val=None, val=torch.ones(3)), {"tensor": "Val"}),
+    "unknown_none": Case(InsumNameError, running("y[i] += v[i] * x[i]", v=None, x=torch.ones(4)), {"tensor": "v"}),
     "two_unknown_tensors": Case(InsumNameError, spmm(Val=None, Row=None), {"tensor": "Row"}),
     "index_as_factor": Case(InsumNameError, running("y[i] += i * x[i]", x=torch.ones(3)), {"tensor": "i"}),
     "unused_tensor": Case(InsumNameError, spmm(Extra=torch.ones(3)), {"tensor": "Extra"}),
@@ -256,6 +259,14 @@ CASES: dict[str, Case] = {
         {"tensor": "alpha", "got": "float"},
     ),
     "sparse_tensor": Case(InsumDtypeError, spmm(B=torch.ones(2, 4).to_sparse()), {"tensor": "B"}),
+    "nested_factor": Case(InsumDtypeError, spmm(B=NESTED), {"tensor": "B", "got": "a nested tensor"}),
+    "nested_index_tensor": Case(InsumDtypeError, spmm(Col=NESTED), {"tensor": "Col"}),
+    "nested_out": Case(InsumDtypeError, spmm(out=NESTED, out_shape=None)),
+    "uninitialized_factor": Case(InsumDtypeError, spmm(Val=UNINITIALIZED), {"tensor": "Val"}),
+    "uninitialized_initial_value": Case(InsumDtypeError, spmm(C=UNINITIALIZED, out_shape=None), {"tensor": "C"}),
+    "uninitialized_static_tensor": Case(
+        InsumDtypeError, compiling(SPMM, static={"Row": UNINITIALIZED}), {"tensor": "Row"}
+    ),
     "index_tensor_of_floats": Case(
         InsumDtypeError,
         running(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,16 @@ import torch
 from torch import Tensor
 
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
+
+# What is no dense tensor, by the words of messages.
+with warnings.catch_warnings():
+    # That the layout is a prototype.
+    warnings.simplefilter("ignore")
+    NOT_DENSE: dict[str, Tensor] = {
+        "a nested tensor": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided),
+        "a tensor of layout torch.sparse_coo": torch.eye(4).to_sparse(),
+        "an uninitialized parameter or buffer": torch.nn.UninitializedBuffer(),
+    }
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from insum_nn.errors import (
 )
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
-from tests.formats.registry import REGISTRY, SHAPES, Entry, accumulate, random_entries, sparse_dense
+from tests.formats.registry import NOT_DENSE, REGISTRY, SHAPES, Entry, accumulate, random_entries, sparse_dense
 
 # torch says both once per process, of its own sparse tensors.
 pytestmark = [
@@ -226,6 +226,11 @@ def test_mask_errors(entry: Entry):
         entry.from_dense(dense, mask=torch.ones(4, 5, dtype=torch.bool))
     with pytest.raises(InsumFormatError, match="needs a dense"):
         entry.from_dense(dense.to_sparse())
+    for got, tensor in NOT_DENSE.items():
+        with pytest.raises((InsumFormatError, InsumDtypeError), match=got):
+            entry.from_dense(tensor)
+        with pytest.raises((InsumFormatError, InsumDtypeError), match=f"values.*{got}"):
+            entry.from_dense(dense).with_values(tensor)
 
 
 @formats

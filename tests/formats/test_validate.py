@@ -21,7 +21,7 @@ from insum_nn.errors import (
 )
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
-from tests.formats.registry import REGISTRY, Entry
+from tests.formats.registry import NOT_DENSE, REGISTRY, Entry
 
 DENSE = torch.tensor(
     [
@@ -299,7 +299,18 @@ STRUCTURE_FAULTS: list[tuple[str, Any, dict[str, Any], type[InsumError], str]] =
         coo,
         {"values": [1.0] * 9},
         InsumDtypeError,
-        "values: expected a tensor (p,); got list",
+        "values: expected a dense tensor (p,); got list",
+    ),
+    *(
+        (
+            f"coo {field} of {got}",
+            coo,
+            {field: (coo.row, tensor) if field == "indices" else tensor},
+            InsumDtypeError,
+            f"{'col' if field == 'indices' else field}: expected a dense tensor (p,); got {got}",
+        )
+        for field in ("indices", "values")
+        for got, tensor in NOT_DENSE.items()
     ),
     (
         "coo number of facts",

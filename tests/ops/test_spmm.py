@@ -20,10 +20,10 @@ from insum_nn.errors import (
     InsumShapeError,
 )
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops import arguments, spmm, spmm_expression, spmm_program
+from insum_nn.ops import arguments, sddmm, spmm, spmm_expression, spmm_program
 from insum_nn.ops.spmm import SPMM
 from insum_nn.testing.tolerances import assert_matches
-from tests.formats.registry import REGISTRY, SHAPES, Entry, random_entries, sparse_dense
+from tests.formats.registry import NOT_DENSE, REGISTRY, SHAPES, Entry, random_entries, sparse_dense
 from tests.ops.oracle import assert_gradients, assert_same, strided
 
 # The package shows the function under the module's name.
@@ -334,8 +334,15 @@ def test_all_faults_are_told_at_once():
 def test_other_arguments_are_refused():
     with pytest.raises(InsumFormatError, match=r"'dense' must be a dense tensor, got ndarray"):
         spmm(MATRIX, torch.ones(4).numpy())
-    with pytest.raises(InsumFormatError, match=r"'dense' must be a dense tensor, got torch.sparse_coo"):
+    with pytest.raises(
+        InsumFormatError, match=r"'dense' must be a dense tensor, got a tensor of layout torch.sparse_coo"
+    ):
         spmm(MATRIX, torch.eye(4).to_sparse())
+    for got, tensor in NOT_DENSE.items():
+        with pytest.raises(InsumFormatError, match=f"'dense' must be a dense tensor, got {got}"):
+            spmm(MATRIX, tensor)
+        with pytest.raises(InsumFormatError, match=f"'b' must be a dense tensor, got {got}"):
+            sddmm(MATRIX, torch.ones(3, 2), tensor)
     with pytest.raises(InsumFormatError, match=r"(?s)cannot take a Tensor for 'matrix'.*GroupCOO.from_dense\(matrix\)"):
         spmm(torch.eye(3), torch.ones(3))
     with pytest.raises(InsumFormatError, match=r"from_torch"):

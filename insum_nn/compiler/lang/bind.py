@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Number, Statement
-from insum_nn.dtypes import INDEX_DTYPES, VALUE_DTYPES
+from insum_nn.dtypes import INDEX_DTYPES, VALUE_DTYPES, not_dense
 from insum_nn.errors import (
     InsumDeviceError,
     InsumDtypeError,
@@ -33,6 +33,7 @@ __all__ = [
     "Extents",
     "Layout",
     "bind",
+    "dense_faults",
     "layout_of",
     "show_dtype",
     "show_shape",
@@ -193,7 +194,7 @@ def bind(
     named: dict[str, Tensor] = {name: tensors[name] for name in layout.tensors}
     if initial is not None:
         named[statement.output.name] = initial
-    raise_collected(_check_kinds(statement, named))
+    raise_collected(dense_faults(statement, named))
     faults = _check_ranks(statement, named) + _check_dtypes(statement, named) + _check_devices(statement, named)
     faults += _check_initial(statement, initial)
     raise_collected(faults)
@@ -212,17 +213,21 @@ def bind(
     )
 
 
-def _check_kinds(statement: Statement, named: Mapping[str, object]) -> list[InsumError]:
+def dense_faults(statement: Statement, named: Mapping[str, object]) -> list[InsumError]:
+    """Return an error for each of a statement's tensors, by name, that is no dense tensor."""
     faults: list[InsumError] = []
     for name, value in named.items():
-        if not isinstance(value, Tensor):
-            got = type(value).__name__
-            fix = f"pass torch.as_tensor({name})." if got != "list" else f"pass torch.tensor({name})."
-        elif value.layout is not torch.strided:
-            got = f"a tensor of layout {value.layout}"
-            fix = "convert it with a format of insum_nn.formats and pass its tensors, or pass to_dense()."
-        else:
+        got = not_dense(value)
+        if got is None:
             continue
+        if not isinstance(value, Tensor):
+            fix = f"pass torch.as_tensor({name})." if got != "list" else f"pass torch.tensor({name})."
+        elif "layout" in got:
+            fix = "convert it with a format of insum_nn.formats and pass its tensors, or pass to_dense()."
+        elif value.is_nested:
+            fix = f"pass its parts in calls of their own, or {name}.to_padded_tensor(0)."
+        else:
+            fix = f"initialize '{name}' first, as a lazy module does in its first call."
         faults.append(
             InsumDtypeError(
                 f"'{name}' must be a dense torch.Tensor, got {got}",

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.lang.bind import dense_faults
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
+from insum_nn.dtypes import not_dense
+from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError, raise_collected
 from insum_nn.facts import StaticTable
 
 __all__ = ["call_key", "check_kinds", "check_static", "kinds_of", "stand_in", "static_tables"]
@@ -23,7 +25,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "options": (Options, "insum_nn.Options"),
     "activation": (str, "the name of an activation"),
     "out_dtype": (torch.dtype, "a torch.dtype"),
-    "out": (Tensor, "a torch.Tensor"),
+    "out": (Tensor, "a dense torch.Tensor"),
 }
 
 
@@ -35,13 +37,12 @@ def check_kinds(**arguments: object) -> None:
     """
     for name, value in arguments.items():
         kind, what = _KINDS[name]
-        if value is None or isinstance(value, kind):
+        if value is None or (isinstance(value, kind) and not (kind is Tensor and not_dense(value))):
             continue
-        tensor = isinstance(value, Tensor)
+        tensor = isinstance(value, Tensor) and kind is not Tensor
         fix = f"pass a tensor of that name as tensors={{'{name}': ...}}." if tensor else f"pass {name}= as {what}."
-        raise InsumDtypeError(
-            f"{name}= must be {what}, got {type(value).__name__}", fix=fix, expected=kind, got=type(value)
-        )
+        got = not_dense(value) or type(value).__name__
+        raise InsumDtypeError(f"{name}= must be {what}, got {got}", fix=fix, expected=kind, got=type(value))
 
 
 def static_tables(
@@ -61,6 +62,7 @@ def static_tables(
             fix="name a tensor of the statement.",
             tensor=unknown[0],
         )
+    raise_collected(dense_faults(statement, {n: t for n, t in static.items() if not isinstance(t, StaticTable)}))
     return tuple(
         (name, table if isinstance(table, StaticTable) else StaticTable.of(table))
         for name, table in sorted(static.items())

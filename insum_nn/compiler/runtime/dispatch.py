@@ -36,6 +36,7 @@ from insum_nn.compiler.runtime.execution import Executable, Executables, clearin
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
 from insum_nn.compiler.runtime.unsized_call import UnsizedCall
 from insum_nn.compiler.schedule.canonical import messages_name
+from insum_nn.dtypes import not_dense
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.locks import cached_property
 from insum_nn.tensor_cache import insert, unwritten
@@ -163,7 +164,7 @@ class Spec:
         """Raise what `bind` raises of these tensors, which are in the layout's order, and of the initial value."""
         kinds = None
         for tensor in (*tensors, initial):
-            if tensor is not None and not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if tensor is not None and not_dense(tensor) is not None:
                 break
         else:
             kinds = kinds_of(tensors, initial)

@@ -39,6 +39,7 @@ from insum_nn.compiler.runtime.modes import PLAIN, to_autocast
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.compiler.runtime.tracing.traced import call_operator
+from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.locks import cached_property
@@ -245,12 +246,14 @@ class Program:
             initial = named.get(self.statement.output.name)
             if initial is None or len(named) != len(names) + 1:
                 return None
-            if type(initial) not in PLAIN or initial.layout is not torch.strided or initial.is_neg():
+            if type(initial) not in PLAIN or not_dense(initial) or initial.is_neg():
                 return None
         ordered: list[Tensor] = []
         for name in names:
             tensor = named.get(name)
-            if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
+            if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:  # type: ignore[union-attr]
+                return None
+            if tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
                 return None
             ordered.append(tensor)  # type: ignore[arg-type]
         return ordered, initial
@@ -273,11 +276,10 @@ class Program:
 
     def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
         statement = self.statement
+        named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
         initial = named.get(statement.output.name)
-        expected = len(self._names) + (initial is not None)
-        if len(named) != expected or not named.keys() >= set(self._names):
-            present = [n for n, t in named.items() if t is not None]  # pyright: ignore[reportUnnecessaryComparison]
-            check_names(statement, present)
+        if len(named) != len(self._names) + (initial is not None) or not named.keys() >= set(self._names):
+            check_names(statement, named)
         if torch._C._is_any_autocast_enabled():
             named = {name: to_autocast(value) for name, value in named.items()}
             initial = named.get(statement.output.name)

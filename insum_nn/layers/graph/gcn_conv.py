@@ -19,7 +19,7 @@ from insum_nn.ops.statements import static_shape, untraced
 from insum_nn.structure.adjacency import Adjacency
 from insum_nn.structure.gcn_norm import gcn_norm
 from insum_nn.structure.graph_entries import Flow, Loops, check_square
-from insum_nn.structure.plain_tensors import plain_tensors
+from insum_nn.structure.plain_tensors import is_batched, plain_tensors
 from insum_nn.tensor_cache import forget
 
 try:
@@ -80,7 +80,8 @@ class GCNConv(peer.GCNConv, StatementLayer):
 
     Under `torch.compile`, which remembers no tensor from call to call, an edge list is normalised and sorted in every
     call. With `cached=True`, or an `Adjacency` in place of the edge list, compiled and exported graphs take the sorted
-    matrix as their input.
+    matrix as their input. Under `torch.vmap` each call also normalises the edge lists of a batch of graphs, which have
+    equally many edges.
 
     An edge list is read and sorted once, and the result is kept until torch counts a write to the tensor. Writes
     through `.data`, a NumPy array or DLPack are not counted: the layer then continues with the old graph. Pass a new
@@ -330,6 +331,11 @@ class GCNConv(peer.GCNConv, StatementLayer):
         name = "_cached_adj_t" if sparse else "_cached_edge_index"
         known = getattr(self, name)
         if known is None and self.cached:
+            if not sparse and is_batched(edge_index):
+                raise InsumShapeError(
+                    "'cached=True' keeps one graph, and 'edge_index' is a batch of graphs under torch.vmap",
+                    fix="make the layer without cached, or call it once with the graph that all calls share.",
+                )
             how = num_nodes, self.improved, self.add_self_loops, cast("Flow", self.flow), dtype
             if not sparse and edge_index.layout in _SPARSE:
                 by_peer = True

@@ -601,6 +601,73 @@ def test_compiled_without_breaks(weighted: bool, kwargs: dict[str, Any], narrow:
                 assert_matches(a, b, dtype=torch.float64, kind="gradient")
 
 
+# A batch of graphs of one size, under `torch.vmap` over the edges. The peer is called graph by graph: its own
+# normalisation fails there.
+
+
+def batch_of_graphs(batch: int = 3, edges: int = 20) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, weights and edges, among them self-loops, of which a node has at most one, as the peer defines."""
+    graphs = torch.randint(NODES, (batch, 2, edges))
+    graphs[:, 1] = torch.where(graphs[:, 0] == graphs[:, 1], (graphs[:, 1] + 1) % NODES, graphs[:, 1])
+    graphs[:, :, 4] = 2
+    x = torch.randn(batch, NODES, 4, dtype=torch.float64)
+    return x, torch.rand(batch, edges, dtype=torch.float64) + 0.1, graphs
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"normalize": False}, {"flow": FLOWS[1], "improved": True}, {"add_self_loops": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [Options(), Options(deterministic=True)], ids=["", "deterministic"])
+@pytest.mark.parametrize("wide", [3, 5])
+def test_a_batch_of_graphs(wide: int, options: Options, kwargs: dict[str, Any], weighted: bool):
+    ours, theirs = pair(4, wide, **kwargs)
+    ours.options = options
+    x, weight, graphs = batch_of_graphs()
+    for values in (x, weight):
+        values.requires_grad_()
+    got = torch.vmap(ours, (0, 0, 0 if weighted else None))(x, graphs, weight if weighted else None)
+    each = zip(x, graphs, weight if weighted else [None] * 3, strict=True)
+    want = torch.stack([theirs(*one) for one in each])
+    assert_matches(got, want, dtype=torch.float64, kind="sum")
+    seed, leaves = torch.randn_like(want), [x, weight] if weighted else [x]
+    found = [
+        torch.autograd.grad(out, [*leaves, *layer.parameters()], seed) for out, layer in ((got, ours), (want, theirs))
+    ]
+    for a, b in zip(*found, strict=True):
+        assert_matches(a, b, dtype=torch.float64, kind="gradient")
+
+
+def test_derivatives_of_a_batch_of_graphs():
+    layer = GCNConv(4, 3).double()
+    x, weight, graphs = batch_of_graphs()
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, graph: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (x, graph, weight)).pow(3).sum()
+
+    for derivative in (torch.func.grad(loss, (0, 1, 3)), torch.func.hessian(loss, 3)):
+        got = torch.vmap(derivative, (None, 0, 0, 0))(parameters, x, graphs, weight)
+        for at in range(3):
+            want = derivative(parameters, x[at], graphs[at], weight[at])
+            torch.testing.assert_close(torch.utils._pytree.tree_map(lambda many: many[at], got), want)  # noqa: B023
+    within = torch.vmap(torch.vmap(layer), (None, 0))(x, torch.stack([graphs, graphs.flip(0)]))
+    torch.testing.assert_close(within[1], torch.vmap(layer)(x, graphs.flip(0)))
+    compiled = torch.compile(torch.vmap(layer, (0, 2, 0)), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, graphs.permute(1, 2, 0), weight), torch.vmap(layer)(x, graphs, weight))
+
+
+def test_errors_of_a_batch_of_graphs():
+    x, _, graphs = batch_of_graphs()
+    with pytest.raises(InsumShapeError, match="'cached=True' keeps one graph"):
+        torch.vmap(GCNConv(4, 3, cached=True).double())(x, graphs)
+    graphs[1, 0, 3] = NODES
+    with pytest.raises(IndexError, match=rf"minimum 0, maximum {NODES} in a batch of graphs"):
+        torch.vmap(GCNConv(4, 3).double())(x, graphs)
+
+
 def test_compiled_with_a_cache():
     torch._dynamo.reset()
     ours, theirs = pair(3, 4, cached=True)
