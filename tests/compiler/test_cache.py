@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.runtime import dispatch, execution
-from insum_nn.compiler.runtime.library import fixed_extents
+from insum_nn.compiler.runtime.library import fixed_extents, inductor_program
+from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
 from insum_nn.errors import InsumNameError, InsumRangeError
 from insum_nn.facts import StaticTable
 
@@ -89,6 +91,23 @@ def test_twenty_sizes_are_compiled_once_by_inductor(monkeypatch: pytest.MonkeyPa
         check(*size, Options(backend="inductor"))
     assert len(compiled) == 1
     assert cache_info().misses == 1
+
+
+def test_variants_of_a_compiled_graph_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    """Where Inductor assumes a call's own sizes, each has a variant."""
+
+    def compile_graph(graph: Any, bound: object, options: object, integers: object, tensors: Any, _: object) -> object:
+        (size,) = tensors[0].shape
+        return inductor.Compiled(lambda _, *args: graph.forward(*args), ((0, 0),), lambda n: n == size, "")
+
+    monkeypatch.setattr(inductor, "compile_graph", compile_graph)
+    for size in range(2, 30):
+        x = torch.randn(size)
+        assert torch.equal(insum("y[i] += x[i] * x[i]", x=x, options=Options(backend="inductor")), x * x)
+    (program,) = [each.run for each in execution._cache.values()]
+    assert isinstance(program, InductorProgram)
+    assert len(program.variants) == inductor_program._MOST
+    assert program.variants[0].fits([torch.ones(29)])
 
 
 def test_what_tells_programs_apart():
@@ -253,8 +272,8 @@ def test_a_program_made_ready_serves_calls_of_its_kind_alone(backend: str):
             assert all(torch.equal(one, given[: 2 * size : 2]) for one in got)
 
 
-def test_each_feature_axis_has_its_own_extents_compiled_in():
-    """Up to four of each; an axis that keeps changing stays a parameter, and leaves the others as they are."""
+def test_sizes_alone_decide_which_extents_are_compiled_in():
+    """Narrow features and multiples of a tile, whatever was called before."""
     statement = parse("C[i,n,m] += A[i,n] * B[i,m]")
 
     def fixed(n: int, m: int) -> dict[str, int]:
@@ -263,11 +282,11 @@ def test_each_feature_axis_has_its_own_extents_compiled_in():
         extents = resolve_extents(statement, [*tensors.values()], None, {}, None)
         return dict(fixed_extents.fix_extents(bound, extents, Options()).static)
 
-    for n in (2, 3, 4, 5):
-        assert fixed(n, 10 * n) == {"n": n, "m": 10 * n}
-    assert fixed(6, 20) == {"m": 20}
-    assert fixed(20, 60) == {}
-    assert fixed(3, 30) == {"n": 3, "m": 30}
+    for n in (*range(2, 65), 80, 4096):
+        assert fixed(n, n) == {"n": n, "m": n}
+    for m in (65, 100, 1433):
+        assert fixed(3, m) == {"n": 3}
+        assert fixed(m, 48) == {"m": 48}
 
 
 def test_ready_calls_are_bounded():

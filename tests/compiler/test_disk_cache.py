@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv, Mod
 
+import insum_nn
+from insum_nn import Options
 from insum_nn.compiler.codegen import inductor
 
 SCRIPT = """
@@ -49,6 +52,26 @@ def test_a_second_process_finds_the_code(tmp_path: Path):
 
 # Guards.
 
+
+@pytest.mark.compile
+def test_what_is_assumed_of_sizes_is_known_of_code_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assumed: list[set[str]] = []
+    plain = inductor._Symbols.guard
+
+    def noted(symbols: inductor._Symbols, arguments: Sequence[object]) -> object:
+        assumed.append({str(guard.expr) for guard in symbols.env.guards})
+        return plain(symbols, arguments)
+
+    monkeypatch.setattr(inductor._Symbols, "guard", noted)
+    x, w = torch.randn(12), torch.randn(3)
+    for _ in range(2):
+        insum_nn.clear_cache()
+        found = insum_nn.insum("y[i] += x[i+k] * w[k]", x=x, w=w, sizes={"i": 10}, options=Options(backend="inductor"))
+        torch.testing.assert_close(found, x.unfold(0, 3, 1) @ w)
+    assert assumed[0] == assumed[1]
+
+
 SIZE, OTHER = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
 GUARDS = [
     sympy.Eq(SIZE, 2 * OTHER + 1),
@@ -62,7 +85,7 @@ GUARDS = [
 def symbols(*guards: sympy.Basic) -> inductor._Symbols:
     """Sizes of the first and the second axis of one tensor, of which guards speak."""
     found = inductor._Symbols()
-    found.shown = {"s0": (0, 0), "s1": (0, 1)}
+    found.shown = {SIZE: (0, 0), OTHER: (0, 1)}
     found.env = SimpleNamespace(guards=[SimpleNamespace(expr=guard) for guard in guards])  # type: ignore[assignment]
     return found
 

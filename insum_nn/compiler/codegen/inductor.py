@@ -7,7 +7,6 @@ with the compiled code and checked at each call. Torch's own cache keeps compile
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +61,7 @@ class Compiled:
     """Compiled code and what it assumes.
 
     Attributes:
-        run: the code; takes the graph's arguments as a flat list.
+        run: the code; takes the sizes of `symbols`, then the graph's arguments.
         symbols: the sizes that guards speak of: the argument and the axis that shows each.
         holds: whether the code serves some sizes, in the order of `symbols`; `None`: it serves all.
         note: what is out of the ordinary about it, for `explain()`.
@@ -78,7 +77,7 @@ class Compiled:
         return self.holds is None or self.holds(*_sizes(self.symbols, args))
 
     def __call__(self, *args: Any) -> Tensor:
-        result = self.run(*args)
+        result = self.run(*_sizes(self.symbols, args), *args)
         return result[0] if isinstance(result, tuple | list) else result
 
 
@@ -96,7 +95,7 @@ class _Symbols:
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
         self.by_name: dict[str, Any] = {}
-        self.shown: dict[str, tuple[int, int]] = {}
+        self.shown: dict[Any, tuple[int, int]] = {}
 
     def size(self, name: str, extent: int, where: tuple[int, int], *, fixed: bool) -> Any:
         if fixed:
@@ -108,25 +107,24 @@ class _Symbols:
             source = ConstantSource(name)
             symbol = self.env.create_symbol(max(2, extent), source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
             self.by_name[name] = self.env.create_symintnode(symbol, hint=max(2, extent), source=source)
-            self.shown[str(symbol)] = where
+            self.shown[symbol] = where
         return self.by_name[name]
 
     def guard(self, arguments: Sequence[Any]) -> Callable[..., bool] | None:
-        """Return what Inductor assumed of sizes as a function of them; of what cannot be printed, these sizes alone."""
-        from torch.utils._sympy.printers import PythonPrinter
+        """Return what Inductor assumed of sizes as a function of them; `None`: nothing."""
+        import sympy
 
+        assumed = {*(guard.expr for guard in self.env.guards)} - {sympy.true}
         first = _sizes(tuple(self.shown.values()), arguments)
-        printer = PythonPrinter()
-        try:
-            parts = dict.fromkeys(printer.doprint(guard.expr) for guard in self.env.guards)
-            parts.pop("True", None)
-            text = " and ".join(f"({part})" for part in parts)
-            holds = eval(f"lambda {', '.join(self.shown)}: {text or True}", {"math": math})
-            if holds(*first):
-                return holds if parts else None
-        except (NameError, NotImplementedError, SyntaxError):
-            pass
-        return lambda *sizes: list(sizes) == first
+
+        def holds(*sizes: int) -> bool:
+            known = dict(zip(self.shown, map(sympy.Integer, sizes), strict=True))
+            return all(each.xreplace(known) is sympy.true for each in assumed)
+
+        if not holds(*first):
+            # Inductor never sees a size below 2.
+            return lambda *sizes: list(sizes) == first
+        return holds if assumed else None
 
 
 def _fake_arguments(
@@ -235,8 +233,11 @@ def _trace(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     symbols, fake = _fake_arguments(bound, integers, tensors, initial)
+    # Torch's cache on disk forgets what is assumed of sizes that are no arguments.
+    sizes = [*symbols.by_name.values()]
+    fake = [*sizes, *fake]
     with torch.no_grad():
-        traced = make_fx(graph.forward, tracing_mode="symbolic")(*fake)
+        traced = make_fx(lambda *args: graph.forward(*args[len(sizes) :]), tracing_mode="symbolic")(*fake)
     for node in traced.graph.nodes:
         # Inductor finds the symbols of a graph through this entry of its nodes; without it, it would make new ones.
         if "val" in node.meta:

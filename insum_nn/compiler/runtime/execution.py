@@ -24,7 +24,7 @@ from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import backend_without_generator, choose_backend, require_triton
 from insum_nn.compiler.runtime.library import library_calls
-from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents, fix_extents, forget_extents
+from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents, fix_extents
 from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
 from insum_nn.compiler.runtime.library.programs import (
     Library,
@@ -218,7 +218,6 @@ def clear_cache() -> None:
         _cache.clear()
         for keeper in tuple(_keepers):
             keeper.clear()
-        forget_extents()
         _hits = _misses = 0
     library_calls.clear_structures()
     clear_partitions()
@@ -257,7 +256,7 @@ class Executables:
         self.tables = canonical_tables(bound.statement, static)
         self.backend, self.reason = choose_backend(self.own, options, tables=bool(static))
         names = frozenset(name for name, _ in self.tables)
-        self.fixed = FixedExtents(self.own, options, names, shared=True)
+        self.fixed = FixedExtents(self.own, options, names)
         self._keys: dict[object, CacheKey] = {}
         self._refused: dict[object, str] = {}
 

@@ -9,21 +9,13 @@ from insum_nn.compiler.forms.placement import SHARED_MULTIPLE
 from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule.build_once import CacheKey, shared_key
 
-__all__ = ["FixedExtents", "fix_extents", "forget_extents", "is_feature", "slot_indices"]
+__all__ = ["FixedExtents", "fix_extents", "is_feature", "slot_indices"]
 
 # Longest in-group sum that is unrolled; longer ones keep a reduction loop.
 _UNROLL_LIMIT = 32
-# Extents that a statement was compiled for, by statement and index; past the limit an index stays dynamic.
-_VALUES_LIMIT = 4
-_STATEMENTS_LIMIT = 4096
-_values: dict[CacheKey, set[int]] = {}
-
-
-def forget_extents() -> None:
-    """Forget the extents that statements were compiled for."""
-    _values.clear()
+# Widest features that have a kernel for each width; of wider ones, only widths that are multiples of a tile are fixed.
+_WIDTH_LIMIT = 64
 
 
 def fix_extents(
@@ -31,16 +23,15 @@ def fix_extents(
     extents: Extents,
     options: Options,
     tables: frozenset[str] = frozenset(),
-    *,
-    shared: bool = False,
 ) -> Bound:
     """Fix the extents that are properties of a model rather than of its data, and those of 1, which broadcast.
 
     These are slots of a group, and dense feature axes: axes that no index tensor has and that some tensor carries
-    behind its first axis. An index that keeps changing is compiled for every extent. Axes of static tables are fixed.
-    `shared`: of multiples of a tile any number is fixed, since a generated kernel takes them as arguments.
+    behind its first axis: narrow ones, of which there are few, and multiples of a tile, which a generated kernel takes
+    as arguments. Sizes alone decide, so that a call runs the same code whatever ran before. Axes of static tables are
+    fixed.
     """
-    return replace(bound, static=FixedExtents(bound, options, tables, shared=shared).of(extents))
+    return replace(bound, static=FixedExtents(bound, options, tables).of(extents))
 
 
 class FixedExtents:
@@ -50,8 +41,8 @@ class FixedExtents:
         most: for each index of the layout up to which size it may be fixed, apart from 1, which always is.
     """
 
-    def __init__(self, bound: Bound, options: Options, tables: frozenset[str] = frozenset(), *, shared: bool) -> None:
-        self.bound, self.shared = bound, shared
+    def __init__(self, bound: Bound, options: Options, tables: frozenset[str] = frozenset()) -> None:
+        self.bound = bound
         layout = bound.layout
         accesses = [access for access in bound.statement.accesses() if access.name in tables and options.specialize]
         always = {index.name for access in accesses for index in access.indices()}
@@ -59,7 +50,6 @@ class FixedExtents:
         self._specializes = options.specialize
         # For each index whether it is fixed at any size, and up to which size it may be.
         self._indices: list[tuple[str, bool, float]] = []
-        self._keys = {name: shared_key(bound, name) for name in layout.indices}
         for name in layout.indices:
             of_model = is_feature(layout, name) or _in_written_rows(layout, name)
             most = math.inf if of_model else _UNROLL_LIMIT if name in slots else -1
@@ -75,19 +65,10 @@ class FixedExtents:
         specializes = self._specializes and (self.bound.device_type == "cuda" or launch.interpreted())
         for place, (name, always, most) in zip(self._places, self._indices, strict=True):
             size = sizes[place]
-            # Widths that are multiples of a tile share a kernel; others have one each.
-            shared = self.shared and size % SHARED_MULTIPLE == 0
-            if size == 1 or always or (specializes and size <= most and (shared or self._fixes(name, size))):
+            narrow = size <= _WIDTH_LIMIT or size % SHARED_MULTIPLE == 0
+            if size == 1 or always or (specializes and size <= most and narrow):
                 fixed.append((name, size))
         return tuple(fixed)
-
-    def _fixes(self, name: str, size: int) -> bool:
-        if len(_values) >= _STATEMENTS_LIMIT:
-            _values.clear()
-        seen = _values.setdefault(self._keys[name], set())
-        if len(seen) < _VALUES_LIMIT:
-            seen.add(size)
-        return size in seen
 
 
 def _in_written_rows(layout: Layout, index: str) -> bool:

@@ -18,6 +18,8 @@ __all__ = ["InductorProgram", "split_arguments"]
 
 # Inductor's configuration belongs to the process, so that one thread compiles at a time. Nothing else waits for it.
 _compiling = new_lock()
+# Variants of one program that are kept.
+_MOST = 8
 
 
 class InductorProgram:
@@ -44,7 +46,7 @@ class InductorProgram:
                 found = self._fitting(flat)
                 if found is None:
                     found = self._compile(flat)
-                    self.variants.append(found)
+                    self.variants = [found, *self.variants[: _MOST - 1]]
         self.note = found.note
         return _contiguous(found)
 

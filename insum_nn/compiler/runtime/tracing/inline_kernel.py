@@ -60,7 +60,7 @@ def inline_kernel(
     likely = Extents(tuple(map(size_hint, extents.indices)), tuple(map(size_hint, extents.output)))
     if 0 in likely.indices or 0 in likely.output:
         return None
-    fixed = fix_extents(bound, likely, options, frozenset(tables), shared=True)
+    fixed = fix_extents(bound, likely, options, frozenset(tables))
     steady = dict(zip(bound.layout.indices, extents.indices, strict=True))
     fixed = replace(fixed, static=tuple((name, size) for name, size in fixed.static if type(steady[name]) is int))
     sizes = dict(zip(fixed.layout.indices, likely.indices, strict=True))
