@@ -36,7 +36,7 @@ from insum_nn.layers import (
 )
 from insum_nn.layers.spconv import AddTableMisaligned, SparseGlobalAvgPool, SparseGlobalMaxPool, ToDense
 
-__all__ = ["EVERY_LAYER", "OF_E3NN_IN_GRAPHS", "WITHOUT_OPTIONS", "Case", "with_parameters"]
+__all__ = ["EVERY_LAYER", "MORE_MODES", "OF_E3NN_IN_GRAPHS", "WITHOUT_OPTIONS", "Case", "with_parameters"]
 
 SHAPE = [4, 3, 4]
 
@@ -165,6 +165,10 @@ def _right(layer: nn.Module, y: Tensor) -> Tensor:
     return layer.right(y)  # type: ignore[operator, no-any-return]
 
 
+def _weighed(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return layer(x, y, x.new_ones(layer.weight_numel))  # type: ignore[call-overload, no-any-return]
+
+
 _IN, _OTHER, _OUT = "2x0e+1x1o", "1x0e+1x1o", "2x0e+1x1o"
 _PATHS = [(0, 0, 0, "uvu", True), (1, 1, 0, "uvu", True), (0, 1, 1, "uvu", True)]
 _CONV = ("2x0e+2x1o", "1x0e+1x1o", "2x0e+2x1o", _PATHS)
@@ -217,6 +221,30 @@ EVERY_LAYER: dict[str, Case] = {
     "SphericalHarmonics": Case(lambda o: _On(SphericalHarmonics("0e+1o+2e", True, options=o)), **_batch(3)),
     "TensorProductConv": Case(lambda o: _On(TensorProductConv(*_CONV, options=o)), **_edges(8, 4, 6)),
     "TensorProductScatter": Case(lambda o: _On(TensorProductScatter(*_CONV, options=o)), **_edges(8, 4, 6)),
+}
+
+
+def _images(n: int) -> tuple[Tensor, ...]:
+    return (_real(0, n, 2, n + 3, n + 5),)
+
+
+# Other modes of these layers, for tests that take as long for a layer as a trace.
+MORE_MODES: dict[str, Case] = {
+    "GCNConv, not normalised": Case(
+        lambda o: _On(GCNConv(2, 3, normalize=False, options=o)), **_graph(2, weighted=True)
+    ),
+    "GCNConv, other flow": Case(
+        lambda o: _On(GCNConv(3, 2, flow="target_to_source", improved=True, options=o)), **_graph(3, weighted=True)
+    ),
+    "PrunedConv2d, strided": Case(
+        lambda o: _On(PrunedConv2d(2, 3, 3, stride=2, padding=1, density=0.5, options=o)),
+        _images,
+        ({0: "batch", 2: "height", 3: "width"},),
+    ),
+    "FullyConnectedTensorProduct, weights of a call": Case(
+        lambda o: _On(FullyConnectedTensorProduct(_IN, _OTHER, _OUT, internal_weights=False, options=o), _weighed),
+        **_batch(5, 4),
+    ),
 }
 
 # Layers that take no options, since peers' do not.

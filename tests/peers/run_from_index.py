@@ -60,7 +60,14 @@ def main() -> int:
     folder = parser.parse_args().folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     script, suite = str(ROOT / "tests" / "peers" / "run_e3nn.py"), str(e3nn_suite(folder))
-    commands = {"e3nn's suite on our products": ([sys.executable, script, "--suite", suite, "--most", str(MOST)], None)}
+    cases = str(ROOT / "tests" / "peers" / "opt_einsum" / "cases.py")
+    commands: dict[str, tuple[list[str], Path | None]] = {
+        "e3nn's suite on our products": ([sys.executable, script, "--suite", suite, "--most", str(MOST)], None),
+        "opt_einsum's contractions as statements": (
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cases],
+            None,
+        ),
+    }
     not_run = dict(NOT_RUN)
     packages = spconv_packages(folder)
     beside = "our layers beside spconv's on the CPU"

@@ -312,19 +312,6 @@ def test_from_e3nn_keeps_the_kind():
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("shared", [True, False])
-def test_torch_compile_breaks_no_graph(shared: bool, dynamic: bool):
-    torch._dynamo.reset()
-    module = FullyConnectedTensorProduct(
-        "4x0e+2x1o", "1x0e+1o", "2x0e+5x1o", shared_weights=shared, internal_weights=False
-    )
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    with torch._dynamo.config.patch(error_on_recompile=dynamic):
-        for z in (3, 7):
-            assert_same_derivatives(compiled, module, inputs_of(module, z), second=False)
-
-
 def test_export():
     module = FullyConnectedTensorProduct("4x0e+2x1o", "1x0e+1o", "2x0e+5x1o")
     x, y, _ = inputs_of(module, 3)

@@ -280,22 +280,6 @@ def test_copies_and_repr():
     assert "missing entry" not in explained
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_torch_compile_breaks_no_graph(dynamic: bool):
-    torch._dynamo.reset()
-    conv = TensorProductConv(*CASES["nequip"].args)
-    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    with torch._dynamo.config.patch(error_on_recompile=dynamic):
-        for nodes, count in ((5, 7), (9, 4)):
-            rows, cols = torch.randint(0, nodes, (2, count))
-            assert_same_derivatives(
-                lambda x, y, w: compiled(x, y, w, rows, cols),  # noqa: B023 - called at once
-                lambda x, y, w: conv(x, y, w, rows, cols),  # noqa: B023
-                inputs_of(conv, nodes, count),
-                second=False,
-            )
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(dtype: torch.dtype, device: torch.device):
     conv = TensorProductConv(*CASES["nequip"].args)

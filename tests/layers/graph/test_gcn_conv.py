@@ -581,26 +581,6 @@ def test_layers_share_the_graph(monkeypatch: pytest.MonkeyPatch):
     assert built == [1]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kwargs", [{}, {"normalize": False}, {"flow": FLOWS[1], "improved": True}], ids=str)
-@pytest.mark.parametrize(("narrow", "wide"), [(3, 5), (5, 3)])
-def test_compiled_without_breaks(weighted: bool, kwargs: dict[str, Any], narrow: int, wide: int):
-    torch._dynamo.reset()
-    layer = GCNConv(narrow, wide, **kwargs).double()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for nodes, edges in ((14, 45), (31, 80), (9, 20)):
-            graph = random_graph(nodes, edges)
-            x = torch.randn(nodes, narrow, dtype=torch.float64, requires_grad=True)
-            weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True) if weighted else None
-            leaves = [x, *([weight] if weighted else []), *layer.parameters()]
-            out, want = compiled(x, graph, weight), layer(x, graph, weight)
-            assert_matches(out, want, dtype=torch.float64, kind="sum")
-            seed = torch.randn_like(out)
-            for a, b in zip(*(torch.autograd.grad(o, leaves, seed) for o in (out, want)), strict=True):
-                assert_matches(a, b, dtype=torch.float64, kind="gradient")
-
-
 # A batch of graphs of one size, under `torch.vmap` over the edges. The peer is called graph by graph: its own
 # normalisation fails there.
 

@@ -432,20 +432,12 @@ def test_autocast(dtype):
 
 
 @each_group
-def test_compiles_as_one_graph(group):
-    layer = make(dtype=torch.float32, group_size=group)
+def test_compiled_code_sees_a_new_mask(group):
+    layer, x = make(dtype=torch.float32, group_size=group), torch.randn(4, 70)
     torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (4, 7, 1):
-        x = torch.randn(n, 70, requires_grad=True)
-        y = compiled(x)
-        torch.testing.assert_close(y, layer(x))
-        ours = torch.autograd.grad(y.square().sum(), [x, layer.weight, layer.bias])
-        theirs = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, layer.bias])
-        for a, b in zip(ours, theirs, strict=True):
-            assert_matches(a, b.double(), dtype=torch.float32, kind="gradient")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), layer(x))
     layer.prune(0.2)
-    # A new mask is seen.
     torch.testing.assert_close(compiled(x), layer(x))
 
 

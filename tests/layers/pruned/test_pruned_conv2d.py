@@ -271,19 +271,6 @@ def test_autocast():
     assert_matches(y, layer.to_conv2d().double()(x.double()), dtype=torch.bfloat16, kind="gradient")
 
 
-def test_compiles_as_one_graph():
-    layer = make(dtype=torch.float32, padding=1, stride=2)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for shape in ((2, 6, 5, 4), (3, 6, 8, 9)):
-        x = torch.randn(shape, requires_grad=True)
-        torch.testing.assert_close(compiled(x), layer(x))
-        ours = torch.autograd.grad(compiled(x).square().sum(), [x, layer.weight])
-        theirs = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
-        for a, b in zip(ours, theirs, strict=True):
-            assert_matches(a, b.double(), dtype=torch.float32, kind="gradient")
-
-
 def test_exports():
     layer = make(dtype=torch.float32, padding=1)
     program = torch.export.export(layer, (torch.randn(3, 6, 5, 4),), dynamic_shapes=({0: torch.export.Dim("n")},))
