@@ -19,7 +19,7 @@ import torch
 from tests.compiler.c_driver import COMPILER, Case, case_of, check, compiled, random_cases
 from tests.compiler.test_c_kernels import STATEMENTS, in_dtype, products, with_derivatives
 
-_SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1 -O1".split()
+_SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1 -O0".split()
 # Kernels of one library: the sanitizers' compiler takes more than a linear time.
 _BATCH = 40
 

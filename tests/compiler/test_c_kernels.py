@@ -85,6 +85,19 @@ def _statements() -> Iterator[tuple[str, str, dict[str, Tensor], dict[str, Any]]
         {"X": n(6, 5), "W": n(4, 5, 8), "D": entries(7, 29), "S": entries(6, 29), "T": entries(4, 29)},
         {"out_shape": (7, None), "fixed": "co"},
     )
+    # Wide enough that the terms of the weight's gradient are walked outside of its cells.
+    yield (
+        "wide relations",
+        "Y[D[e],o] += X[S[e],c] * W[T[e],c,o]",
+        {"X": n(6, 16), "W": n(4, 16, 32), "D": entries(7, 29), "S": entries(6, 29), "T": entries(4, 29)},
+        {"out_shape": (7, None), "fixed": "co"},
+    )
+    yield (
+        "wide table",
+        "dW[k,c,d] += Y[i,d] * X[N[i,k],c]",
+        {"X": n(13, 16), "Y": n(13, 32), "N": entries(13, 13, 3, missing=True)},
+        {"fixed": "kcd", "drop_outside": True},
+    )
     yield (
         "table",
         "Y[i,d] += X[N[i,k],c] * W[k,c,d]",
@@ -209,7 +222,7 @@ def run(cases: list[Case], folder: Path, *, threads: bool = False, **options: An
 
 
 # One of each way to place loops: the others differ in nothing that a dtype shows in.
-_EACH_DTYPE = {"spmm", "experts", "table", "convolution", "backwards", "rank 0"}
+_EACH_DTYPE = {"spmm", "experts", "wide table", "convolution", "backwards", "rank 0"}
 
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
@@ -433,6 +446,14 @@ def test_kernels_of_several_dtypes_stand_in_one_file(tmp_path: Path):
     ]
     for case, got in zip(cases, run(cases, tmp_path), strict=True):
         check(case, got)
+
+
+def test_long_sums_are_walked_once():
+    (case,) = (
+        case_of(parse(text), tensors, **options) for name, text, tensors, options in STATEMENTS if name == "wide table"
+    )
+    text = case.printed("k").text
+    assert "add4_float64_float64" in text
 
 
 def test_one_entry_calls_kernels_in_order():

@@ -210,12 +210,12 @@ class _Printer:
         self.v = lanes.index if lanes else None
         self.reduces = lanes is not None and lanes.role == "sum"
         rows = self.place.rows
-        self.order = [*(loop.index for loop in self.place.outer), *([rows.index] if rows else [])]
-        self.first_sum = len(self.order)
-        self.order += [loop.index for loop in self.place.sums]
+        self.around = [*self.place.outer, *([rows] if rows else []), *self.place.inner]
+        self.order = [loop.index for loop in (*self.around, *self.place.sums)]
+        self.first_sum = len(self.around)
         self.has_initial = self.result.initial == "tensor"
         # Sums of several points meet in memory; of numbers that are rounded or changed there, in memory of their own.
-        self.scattered = not self.cells.once
+        self.scattered = not self.cells.once or self.place.streams
         plain = self.mode == "add" and self.result.activation is None and self.out.dtype == self.dtype
         self.apart_sums = self.scattered and not (plain and not dtype_of(self.dtype).is_widened)
         self.common = [c for c in conjuncts(self.stores[0].where)]
@@ -374,7 +374,7 @@ class _Printer:
                 self.declare_load(node)
             elif not self.varies(node):
                 flagged |= self.condition(node, depth)
-        if flagged and depth >= self.first_sum:
+        if flagged and (depth >= self.first_sum or self.place.streams):
             self.line(f"if (!({' | '.join(self.flags[r][0] for r in range(self.rows))})) continue;")
 
     def declare_load(self, load: Load) -> None:
@@ -465,7 +465,11 @@ class _Printer:
         ]
         # The initial value may be the output's own memory.
         parts = [f"const {self.stored(b)} *{'' if b.name == INITIAL else 'restrict '}{b.name}" for b in inputs]
-        parts += [f"{self.stored(self.out)} *out", *(f"long n_{n}" for n in numbers), *(f"long {s}" for s in strides)]
+        parts += [
+            f"{self.stored(self.out)} *{'' if self.has_initial else 'restrict '}out",
+            *(f"long n_{n}" for n in numbers),
+            *(f"long {s}" for s in strides),
+        ]
         text = f"static int {self.name}({', '.join(parts)}) {{\n" + "\n".join([*self.lines, "  return 0;", "}"])
         pointers = (*(b.name for b in inputs), "out")
         filled = not (everything or self.has_initial or self.apart_sums)
@@ -521,23 +525,24 @@ class _Printer:
         return next(b for b in self.kernel.inputs if b.name == INITIAL)
 
     def parallel(self, loop: Loop, count: str) -> None:
-        if loop.index in self.cells.apart or self.cells.once:
+        if loop.role == "free" and (loop.index in self.cells.apart or self.cells.once):
             self.line(f"#pragma omp parallel for schedule(dynamic, 1 + ({count}) / 256)")
 
     def cells_loop(self, number: int, threads: bool) -> None:
         """The loops over cells, from one of them on; `threads`: it is the outermost."""
-        if number < len(self.place.outer):
-            loop = self.place.outer[number]
-            i, begin, end = f"i_{loop.index.name}", self.text(loop.begin), self.text(loop.end)
-            if threads:
-                self.parallel(loop, f"{end} - {begin}")
-            with self.block(f"for (long {i} = {begin}; {i} < {end}; {i}++) {{"):
-                self.declare(number)
-                self.cells_loop(number + 1, False)
-        elif self.place.rows is None:
+        if number == len(self.around):
             self.columns(threads)
-        else:
-            self.row_block(self.place.rows, number, threads)
+            return
+        loop = self.around[number]
+        if loop is self.place.rows:
+            self.row_block(loop, number, threads)
+            return
+        i, begin, end = f"i_{loop.index.name}", self.text(loop.begin), self.text(loop.end)
+        if threads:
+            self.parallel(loop, f"{end} - {begin}")
+        with self.block(f"for (long {i} = {begin}; {i} < {end}; {i}++) {{"):
+            self.declare(number)
+            self.cells_loop(number + 1, False)
 
     def row_block(self, loop: Loop, number: int, threads: bool) -> None:
         """The loop over rows, several at a time, and one by one what is left."""
@@ -553,7 +558,7 @@ class _Printer:
             self.rows = step
             with self.block(f"for (long {i} = {low}; {i} < {high}; {i} += {step}) {{"):
                 self.declare(number)
-                self.columns(False)
+                self.cells_loop(number + 1, False)
         self.rows = 1
 
     def pieces(self) -> _Pieces:
@@ -620,8 +625,10 @@ class _Printer:
         seen: dict[tuple[tuple[Expr, ...], int], str] = {}
         with self.block():
             begin = "0" if self.mode == "add" else self.helpers.identity(self.mode)
+            # Rows that are terms add to the same cells.
+            rows = range(1 if self.place.streams else self.rows)
             for target in targets:
-                for row in range(self.rows):
+                for row in rows:
                     for slot in slots:
                         name = accumulators[target, row, slot] = self.fresh("a")
                         vector = self.helpers.vector(slot.width)
@@ -635,7 +642,7 @@ class _Printer:
             self.terms_loop(0, pieces, accumulators, seen)
             self.flags = flags
             for target in targets:
-                for row in range(self.rows):
+                for row in rows:
                     own = {slot: accumulators[target, row, slot] for slot in slots}
                     self.written(target, row, own, seen.get((target, row)))
 
@@ -690,7 +697,7 @@ class _Printer:
                             sums = [[scalar] for scalar in scalars]
                         for each in sums:
                             term = self.product(each, lanes, range_, row, slot)
-                            name = accumulators[target, row, slot]
+                            name = accumulators[target, 0 if self.place.streams else row, slot]
                             if self.mode == "add":
                                 self.line(f"{name} += {term};")
                             else:
@@ -782,7 +789,8 @@ class _Printer:
         """Write a cell for each lane, or one for all."""
         store = next(each for each in self.stores if each.subscripts is target)
         # A row that takes no part has no address.
-        with self.block(f"if ({self.flags[row][0]}) {{") if row in self.flags else _nothing():
+        asked = row in self.flags and not self.place.streams
+        with self.block(f"if ({self.flags[row][0]}) {{") if asked else _nothing():
             if self.v is None or self.reduces:
                 self.cell(store, row, self.lanes_total(own), seen)
                 return
