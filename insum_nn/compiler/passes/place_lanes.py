@@ -117,7 +117,7 @@ def _lanes(
     def cost(loop: Loop) -> float | None:
         index = loop.index
         conditions = [c for store in stores for c in conjuncts(store.where) if index in indices_in(c)]
-        if loop.begin is not Const(0) or index in bounds or index is ENTRY or index is ROW:
+        if loop.begin is not Const(0) or index in bounds or index in (ENTRY, ROW) or extent_of(loop) == 0:
             return None
         if not all(_bounds_range(c, index) for c in conditions) or (selects and (conditions or loop.role == "sum")):
             return None
