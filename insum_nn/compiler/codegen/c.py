@@ -130,6 +130,7 @@ def translation_unit(kernels: Sequence[CKernel], entry: str) -> str:
 
 def _prepared(kernel: Kernel) -> _Prepared:
     """Choose how the output is written: by entries of one matrix, by rows that are owned, or as the statement says."""
+    kernel = gather_writes(kernel)
     stores = stores_of(kernel)
     cells, structure, entries = written_cells(kernel), None, ()
     if grouped := group_entries(kernel):
@@ -146,7 +147,6 @@ def _prepared(kernel: Kernel) -> _Prepared:
         entries = tuple(e for e in (entry.replace({**narrow}) for entry in entries) if isinstance(e, Expr))
         assert isinstance(replaced, Kernel)
         kernel = replaced
-    kernel = gather_writes(kernel)
     return _Prepared(kernel, written_cells(kernel, entries), structure)
 
 
