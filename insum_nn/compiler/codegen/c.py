@@ -36,7 +36,7 @@ from insum_nn.compiler.ir.nodes import (
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes.gather_writes import coefficient, gather_writes, indices_in
 from insum_nn.compiler.passes.group_entries import factors_of_value, group_entries, plain_entry
-from insum_nn.compiler.passes.own_rows import own_rows
+from insum_nn.compiler.passes.own_rows import ENTRY, ROW, own_rows
 from insum_nn.compiler.passes.place_lanes import extent_of, place_lanes, steps_of
 from insum_nn.compiler.passes.written_cells import WrittenCells, written_cells
 from insum_nn.dtypes import dtype_of
@@ -45,6 +45,10 @@ __all__ = ["CKernel", "NotInC", "c_kernel", "translation_unit"]
 
 # Bytes of a vector: one register of most processors; a result is the same on all of them.
 _VECTOR = 32
+
+
+# Steps of a loop over entries that a row is asked for ahead of its use.
+_AHEAD = 8
 
 
 class NotInC(Exception):
@@ -441,6 +445,56 @@ class _Printer:
         names = self.names[range_, self.row_of(row, *range_.conditions)].split()
         return "".join(f", {name} - (i_{self.v.name} + {slot.at})" for name in names)
 
+    def prefetch(self, loop: Loop, depth: int) -> None:
+        """Ask for the rows that entries some steps ahead address, which no processor can foresee.
+
+        The gradient of a product of 20,000 rows with 400,000 entries took 0.3 of the time.
+        """
+        loads = [n for n in self.items.get(depth, ()) if isinstance(n, Load) and loop.index in indices_in(n)]
+        rows = [n for n in loads if self.v and self.apart(n, self.v) == 1 and _plain_lookups(n)]
+        if extent_of(loop) is not None or not rows or self.v is None:
+            return
+        end, far = self.text(loop.end), {}
+        if loop.index is ENTRY:
+            end = next(f"begin[{self.text(each.end)}]" for each in self.place.outer if each.index is ROW)
+            far = self.ahead(loop.index, 2 * _AHEAD, end)
+        # Entries in another order are asked for themselves before they are needed to ask for rows.
+        for load in loads if far else ():
+            if not self.varies(load) and load.buffer.name != "order" and not _looked_up(load) and load.where is None:
+                self.line(f"__builtin_prefetch({load.buffer.name} + {self.offset_ahead(load, far)});")
+        near = self.ahead(loop.index, _AHEAD, end)
+        each = max(self.place.schedule.n, self.place.schedule.k) if self.place.lanes else 1
+        for load in rows:
+            place = f"{load.buffer.name} + {self.offset_ahead(load, near)}"
+            if depth >= self.first_sum and not self.reduces:
+                place += f" + i_{self.v.name}"
+            for at in range(0, each, 64 // dtype_of(load.buffer.dtype).torch.itemsize):
+                self.line(f"__builtin_prefetch({place} + {at});")
+
+    def ahead(self, index: Index, steps: int, end: str) -> dict[Node, Node]:
+        """What an index is some steps later, or last."""
+        later = Index(f"{index.name}_{steps}")
+        least = self.helpers.range("least")
+        self.line(f"const long i_{later.name} = {least}(i_{index.name} + {steps}, {end} - 1);")
+        return {index: later}
+
+    def offset_ahead(self, load: Load, ahead: Mapping[Node, Node]) -> str:
+        """The address of a read some steps later."""
+        moved = load.replace(ahead)
+        assert isinstance(moved, Load)
+
+        def read(node: Node) -> None:
+            for child in node.subscripts if isinstance(node, Load) else node.children():
+                read(child)
+            if isinstance(node, Load) and (node, 0) not in self.names:
+                name = self.fresh("e")
+                self.line(f"const long {name} = {node.buffer.name}[{self.offset(node.buffer, node.subscripts, 0)}];")
+                self.names[node, 0] = name
+
+        for subscript in moved.subscripts:
+            read(subscript)
+        return self.offset(moved.buffer, moved.subscripts, 0)
+
     # Loops.
 
     def print(self) -> CKernel:
@@ -539,6 +593,7 @@ class _Printer:
             self.parallel(loop, f"{end} - {begin}")
         with self.block(f"for (long {i} = {begin}; {i} < {end}; {i}++) {{"):
             self.declare(number)
+            self.prefetch(loop, number)
             self.cells_loop(number + 1, False)
 
     def row_block(self, loop: Loop, number: int, threads: bool) -> None:
@@ -638,6 +693,7 @@ class _Printer:
             i = f"i_{loop.index.name}"
             with self.block(f"for (long {i} = {self.text(loop.begin)}; {i} < {self.text(loop.end)}; {i}++) {{"):
                 self.declare(self.first_sum + number)
+                self.prefetch(loop, self.first_sum + number)
                 self.terms_loop(number + 1, pieces)
         elif self.reduces:
             self.along_lanes(pieces, "0", self.terms)
@@ -796,6 +852,19 @@ class _Printer:
         function = self.helpers.store(slot.width, dtype, adds=self.scattered, some=range_ is not None, near=near)
         limits = "" if range_ is None else self.limits(range_, row, slot)
         self.line(f"{function}({place}, {value}{limits});")
+
+
+def _looked_up(load: Load) -> list[Load]:
+    """The index tensors that say where a value or an entry is read."""
+    inner = [node for node in walk(*load.subscripts) if isinstance(node, Load)]
+    return [node for node in inner if node.buffer.name != "order"]
+
+
+def _plain_lookups(load: Load) -> bool:
+    """Whether the entries that address a value can be read ahead: no other entry has to be present for that."""
+    found = _looked_up(load)
+    ordered = any(isinstance(node, Load) for node in walk(*load.subscripts))
+    return ordered and all(entry.where is None and not _looked_up(entry) for entry in found)
 
 
 def _is_index(load: Load) -> bool:
