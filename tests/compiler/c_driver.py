@@ -232,7 +232,8 @@ def check(case: Case, got: Tensor) -> None:
         want = want.to(got.dtype)
         assert torch.equal(got, want), case.title
         return
-    tolerance = TOLERANCES[got.dtype]
+    kinds = [t.dtype for t in (got, *case.memory.values()) if t.is_floating_point()]
+    tolerance = max(TOLERANCES[dtype] for dtype in kinds)
     scale = want[want.isfinite()].abs().max().item() if want.isfinite().any() else 0
     torch.testing.assert_close(
         got.double(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.passes.gather_writes import gather_writes
 from insum_nn.compiler.passes.group_entries import group_entries
 from insum_nn.compiler.passes.written_cells import written_cells
@@ -26,7 +27,9 @@ from tests.compiler.c_driver import COMPILER, Case, case_of, check, compiled, ex
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
-INDEX = torch.int32
+Text = TypeVar("Text")
+# A name, a statement, its tensors, options of `case_of`.
+Given = tuple[str, Text, dict[str, Tensor], dict[str, Any]]
 
 
 def numbers(*shape: int) -> Tensor:
@@ -38,8 +41,7 @@ def entries(high: int, *shape: int, missing: bool = False) -> Tensor:
     return torch.where(torch.rand(shape) < 0.3, -1, found) if missing else found
 
 
-def _statements() -> Iterator[tuple[str, str, dict[str, Tensor], dict[str, Any]]]:
-    """A name, a statement, its tensors, options of `case_of`."""
+def _statements() -> Iterator[Given[str]]:
     torch.manual_seed(3)
     n = numbers
     yield (
@@ -84,6 +86,19 @@ def _statements() -> Iterator[tuple[str, str, dict[str, Tensor], dict[str, Any]]
         "Y[D[e],o] += X[S[e],c] * W[T[e],c,o]",
         {"X": n(6, 5), "W": n(4, 5, 8), "D": entries(7, 29), "S": entries(6, 29), "T": entries(4, 29)},
         {"out_shape": (7, None), "fixed": "co"},
+    )
+    # Wide enough that the terms of the weight's gradient are walked outside of its cells.
+    yield (
+        "wide relations",
+        "Y[D[e],o] += X[S[e],c] * W[T[e],c,o]",
+        {"X": n(6, 16), "W": n(4, 16, 32), "D": entries(7, 29), "S": entries(6, 29), "T": entries(4, 29)},
+        {"out_shape": (7, None), "fixed": "co"},
+    )
+    yield (
+        "wide table",
+        "dW[k,c,d] += Y[i,d] * X[N[i,k],c]",
+        {"X": n(13, 16), "Y": n(13, 32), "N": entries(13, 13, 3, missing=True)},
+        {"fixed": "kcd", "drop_outside": True},
     )
     yield (
         "table",
@@ -137,12 +152,14 @@ def _statements() -> Iterator[tuple[str, str, dict[str, Tensor], dict[str, Any]]
 
 STATEMENTS = [*_statements()]
 TABLES = {
-    "CG": torch.tensor([0.5, -1.0, 2.0, 1.5, 0.25]).double(), "I": torch.tensor([0, 1, 2, 2, 0]), "J": torch.tensor([1, 0, 1, 2, 2]),
+    "CG": torch.tensor([0.5, -1.0, 2.0, 1.5, 0.25]).double(),
+    "I": torch.tensor([0, 1, 2, 2, 0]),
+    "J": torch.tensor([1, 0, 1, 2, 2]),
     "K": torch.tensor([0, 3, 1, 0, 2]),
-}  # fmt: skip
+}
 
 
-def products() -> Iterator[tuple[str, str, dict[str, Tensor], dict[str, Any]]]:
+def products() -> Iterator[Given[str]]:
     """Statements over static tables."""
     torch.manual_seed(4)
     own = {"static": tuple(TABLES), "unrolled": ("p",)}
@@ -174,9 +191,8 @@ def products() -> Iterator[tuple[str, str, dict[str, Tensor], dict[str, Any]]]:
     )
 
 
-def with_derivatives(
-    found: Iterator[tuple[str, str, dict[str, Tensor], dict[str, Any]]],
-) -> Iterator[tuple[str, Any, dict[str, Tensor], dict[str, Any]]]:
+def with_derivatives(found: Iterator[Given[str]]) -> Iterator[Given[Statement]]:
+    """Statements, each followed by those of its gradients."""
     for name, text, tensors, options in found:
         statement = parse(text)
         yield name, statement, tensors, options
@@ -190,7 +206,12 @@ def with_derivatives(
                 read = {n: read[n] for n in each.tensors()}
                 by_letter = dict(zip(statement.indices(), map(chr, range(97, 123)), strict=False))
                 sizes = {i: case.sizes[letter] for i, letter in by_letter.items() if i in each.indices()}
-                own = {**options, "sizes": sizes, "out_shape": tuple(tensors[operand].shape), "drop_outside": True}
+                own: dict[str, Any] = {
+                    **options,
+                    "sizes": sizes,
+                    "out_shape": tuple(tensors[operand].shape),
+                    "drop_outside": True,
+                }
                 own["fixed"] = [i for i in own.get("fixed", ()) if i in sizes]
                 yield f"{name} d{operand}{number}", each, read, own
 
@@ -209,7 +230,7 @@ def run(cases: list[Case], folder: Path, *, threads: bool = False, **options: An
 
 
 # One of each way to place loops: the others differ in nothing that a dtype shows in.
-_EACH_DTYPE = {"spmm", "experts", "table", "convolution", "backwards", "rank 0"}
+_EACH_DTYPE = {"spmm", "experts", "wide table", "convolution", "backwards", "rank 0"}
 
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
@@ -390,7 +411,7 @@ def test_empty_extents(tmp_path: Path):
 
 
 @pytest.mark.parametrize("statement", STATEMENTS, ids=lambda s: s[0])
-def test_passes_leave_a_kernel_as_it_is(statement: tuple[str, str, dict[str, Tensor], dict[str, Any]]):
+def test_passes_leave_a_kernel_as_it_is(statement: Given[str]):
     for _, each, tensors, options in with_derivatives(iter([statement])):
         case = case_of(each, tensors, **options)
         want = case.expected()
@@ -433,6 +454,14 @@ def test_kernels_of_several_dtypes_stand_in_one_file(tmp_path: Path):
     ]
     for case, got in zip(cases, run(cases, tmp_path), strict=True):
         check(case, got)
+
+
+def test_long_sums_are_walked_once():
+    (case,) = (
+        case_of(parse(text), tensors, **options) for name, text, tensors, options in STATEMENTS if name == "wide table"
+    )
+    text = case.printed("k").text
+    assert "add4_float64_float64" in text
 
 
 def test_one_entry_calls_kernels_in_order():

@@ -194,73 +194,73 @@ class Helpers:
         own = "" if dtype_of(self.dtype).is_floating else f"({self.number.stored})"
         return f"({number_of(dtype).stored}){own}"
 
-    def function(self, name: str, width: int, result: str, arguments: str, body: str) -> str:
+    def zero(self, width: int) -> str:
+        """A vector of zeros."""
+        return f"({self.vector(width)}){{0}}"
+
+    @property
+    def sums_dtype(self) -> str:
+        """The dtype of sums in memory of their own."""
+        return {"f32": "float32", "f64": "float64", "u32": "int32", "u64": "int64"}[self.number.tag]
+
+    def function(self, name: str, result: str, arguments: str, body: str) -> str:
         """Define a function once, and return its name."""
         self.add(f"INSUM_INLINE {result} {name}({arguments}) {{ {body} }}")
         return name
 
     # Reads.
 
-    def load(self, width: int) -> str:
-        """Read neighbours."""
-        dtype, number, vector = self.dtype, self.number, self.vector(width)
-        get = self.get(dtype)
-        name, arguments = f"ld{width}_{dtype}", f"const {number.stored} *p"
-        if width == 1:
-            return self.function(name, width, vector, arguments, f"return {get}(*p);")
-        copy = "__builtin_memcpy"
-        if dtype == "bfloat16":
-            body = (
-                f"typedef unsigned short n __attribute__((vector_size({2 * width}))); "
-                f"typedef unsigned w __attribute__((vector_size({4 * width}))); "
-                f"n x; {copy}(&x, p, sizeof x); w y = __builtin_convertvector(x, w) << 16; return ({vector})y;"
-            )
-        elif dtype == "float16":
-            body = (
-                f"{vector} r;\n#ifdef __FLT16_MAX__\n typedef _Float16 n __attribute__((vector_size({2 * width}))); "
-                f"n x; {copy}(&x, p, sizeof x); r = __builtin_convertvector(x, {vector});\n#else\n"
-                f" for (int i = 0; i < {width}; i++) r[i] = {get}(p[i]);\n#endif\n return r;"
-            )
-        elif dtype in ("int8", "uint8", "int16"):
-            size = width * (2 if dtype == "int16" else 1)
-            body = (
-                f"typedef {number.stored} n __attribute__((vector_size({size}))); "
-                f"n x; {copy}(&x, p, sizeof x); return __builtin_convertvector(x, {vector});"
-            )
+    def load(self, width: int, *, some: bool, near: bool) -> str:
+        """Read lanes that are neighbours or `s` apart; `some`: those from `lo` to `hi`, and 0 in the others."""
+        vector, get, dtype, near = self.vector(width), self.get(self.dtype), self.dtype, near or width == 1
+        name = f"ld{'m' if some else ''}{'' if near else 's'}{width}_{dtype}"
+        arguments = f"const {self.number.stored} *p{'' if near else ', long s'}" + (
+            ", long lo, long hi" if some else ""
+        )
+        place, lanes = "p[i]" if near else "p[i * s]", f"for (int i = 0; i < {width}; i++) "
+        if some and width == 1:
+            body = f"return lo <= 0 && hi > 0 ? {get}(*p) : 0;"
+        elif some:
+            whole = f"{self.load(width, some=False, near=near)}(p{'' if near else ', s'})"
+            body = f"if (lo <= 0 && hi >= {width}) return {whole}; {vector} r = {{0}}; "
+            body += self.masked(width, near, f"{lanes}r[i] = i >= lo && i < hi ? {get}({place}) : 0; return r;")
+        elif width == 1:
+            body = f"return {get}(*p);"
+        elif near and dtype != "float16":
+            body = self.neighbours(width)
         else:
-            body = f"{vector} r; {copy}(&r, p, sizeof r); return r;"
-        return self.function(name, width, vector, arguments, body)
+            body = f"{vector} r; {lanes}r[i] = {get}({place}); return r;"
+            if near:
+                half = self.neighbours(width)
+                body = f"\n#ifdef __FLT16_MAX__\n  {half}\n#else\n  {body}\n#endif\n"
+        return self.function(name, vector, arguments, body)
 
-    def load_apart(self, width: int) -> str:
-        """Read lanes that are `s` apart."""
-        if width == 1:
-            return self.load(1)
-        vector, get = self.vector(width), self.get(self.dtype)
-        body = f"{vector} r; for (int i = 0; i < {width}; i++) r[i] = {get}(p[i * s]); return r;"
-        return self.function(f"lds{width}_{self.dtype}", width, vector, f"const {self.number.stored} *p, long s", body)
+    def neighbours(self, width: int) -> str:
+        """Read a vector as it stands in memory, and convert it."""
+        number, vector = self.number, self.vector(width)
+        if number.stored == number.number or self.dtype in ("int32", "int64"):
+            return f"{vector} r; __builtin_memcpy(&r, p, sizeof r); return r;"
+        lane, size = ("_Float16" if self.dtype == "float16" else number.stored), dtype_of(self.dtype).torch.itemsize
+        read = f"typedef {lane} n __attribute__((vector_size({size * width}))); n x; __builtin_memcpy(&x, p, sizeof x);"
+        if self.dtype == "bfloat16":
+            wide = f"typedef unsigned w __attribute__((vector_size({4 * width}))); "
+            return f"{read} {wide}return ({vector})(__builtin_convertvector(x, w) << 16);"
+        return f"{read} return __builtin_convertvector(x, {vector});"
 
-    def load_some(self, width: int, *, apart: bool) -> str:
-        """Read the lanes from `lo` to `hi`; the others are 0."""
-        vector, get, number = self.vector(width), self.get(self.dtype), self.number
-        name = f"ldm{'s' if apart else ''}{width}_{self.dtype}"
-        arguments = f"const {number.stored} *p, {'long s, ' if apart else ''}long lo, long hi"
-        if width == 1:
-            return self.function(name, 1, vector, arguments, f"return lo <= 0 && hi > 0 ? {get}(*p) : 0;")
-        whole = f"{self.load_apart(width)}(p, s)" if apart else f"{self.load(width)}(p)"
-        place = "p[i * s]" if apart else "p[i]"
-        one = f"for (int i = 0; i < {width}; i++) r[i] = i >= lo && i < hi ? {get}({place}) : 0; return r;"
-        short = f"if (lo <= 0 && hi >= {width}) return {whole}; {vector} r = {{0}};"
-        masked = _MASKED.get((number.tag, width * number.bytes)) if number.stored == number.number else None
-        if masked is not None and not apart:
-            feature, read = masked
-            self.clamping()
-            mask = ""
-            if feature == "__AVX__":
-                mask = f" m{vector} m = {self.inside(width)}(lo, hi);"
-            else:
-                self.add(_MASK_BITS)
-            one = f"\n#ifdef {feature}\n {mask} return {read};\n#else\n {one}\n#endif\n"
-        return self.function(name, width, vector, arguments, f"{short} {one}")
+    def masked(self, width: int, near: bool, one_by_one: str) -> str:
+        """Read some lanes by one instruction, where the processor has it."""
+        number = self.number
+        found = _MASKED.get((number.tag, width * number.bytes))
+        if found is None or not near or number.stored != number.number:
+            return one_by_one
+        feature, read = found
+        self.clamping()
+        mask = ""
+        if feature == "__AVX__":
+            mask = f"m{self.vector(width)} m = {self.inside(width)}(lo, hi); "
+        else:
+            self.add(_MASK_BITS)
+        return f"\n#ifdef {feature}\n  {mask}return {read};\n#else\n  {one_by_one}\n#endif\n"
 
     def inside(self, width: int) -> str:
         """The lanes from `lo` to `hi`, as a mask."""
@@ -271,7 +271,7 @@ class Helpers:
             f"const m{vector} at = {{{lanes}}}; "
             f"return (at >= ({mask})least(most(lo, 0), {width})) & (at < ({mask})least(most(hi, 0), {width}));"
         )
-        return self.function(f"in{width}_{self.number.tag}", width, f"m{vector}", "long lo, long hi", body)
+        return self.function(f"in{width}_{self.number.tag}", f"m{vector}", "long lo, long hi", body)
 
     def only(self, width: int) -> str:
         """A value in the lanes from `lo` to `hi`, 0 in the others."""
@@ -279,7 +279,7 @@ class Helpers:
         body = "return lo <= 0 && hi > 0 ? a : 0;"
         if width > 1:
             body = f"return lo <= 0 && hi >= {width} ? a : ({vector})((m{vector})a & {self.inside(width)}(lo, hi));"
-        return self.function(f"only{width}_{tag}", width, vector, f"{vector} a, long lo, long hi", body)
+        return self.function(f"only{width}_{tag}", vector, f"{vector} a, long lo, long hi", body)
 
     # Arithmetic.
 
@@ -294,7 +294,7 @@ class Helpers:
             f"{half} l, h; __builtin_memcpy(&l, &a, sizeof l); "
             f"__builtin_memcpy(&h, (const char *)&a + sizeof l, sizeof h); return {inner}(l + h);"
         )
-        return self.function(f"sum{width}_{number.tag}", width, number.number, f"{vector} a", body)
+        return self.function(f"sum{width}_{number.tag}", number.number, f"{vector} a", body)
 
     def select(self, combine: str, width: int) -> str:
         """The greater or lesser of a value and a term; what is not a number stays."""
@@ -306,7 +306,7 @@ class Helpers:
         else:
             mask = f"m{vector}"
             body = f"{mask} m = (t {sign} a) | (t != t); return ({vector})((({mask})t & m) | (({mask})a & ~m));"
-        return self.function(f"{combine}{width}_{self.dtype}", width, vector, f"{vector} a, {vector} t", body)
+        return self.function(f"{combine}{width}_{self.dtype}", vector, f"{vector} a, {vector} t", body)
 
     def identity(self, combine: str) -> str:
         """What every term of an extremum replaces, or equals."""
@@ -321,11 +321,11 @@ class Helpers:
         """A function of each number."""
         vector, number = self.vector(width), self.number
         text = _ACTIVATIONS[name].format(f="f" if number.number == "float" else "", t=number.number)
-        one = self.function(f"{name}_{number.tag}", 1, number.number, f"{number.number} x", f"return {text};")
+        one = self.function(f"{name}_{number.tag}", number.number, f"{number.number} x", f"return {text};")
         if width == 1:
             return one
         body = f"for (int i = 0; i < {width}; i++) a[i] = {one}(a[i]); return a;"
-        return self.function(f"{name}{width}_{number.tag}", width, vector, f"{vector} a", body)
+        return self.function(f"{name}{width}_{number.tag}", vector, f"{vector} a", body)
 
     # Writes.
 
@@ -354,4 +354,4 @@ class Helpers:
         else:
             guard = "if (i >= lo && i < hi) " if some else ""
             body = f"for (int i = 0; i < {width}; i++) {guard}{write}"
-        return self.function(name, width, "void", arguments, body)
+        return self.function(name, "void", arguments, body)
