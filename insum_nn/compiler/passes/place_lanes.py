@@ -83,8 +83,10 @@ def place_lanes(
     loops, stores = loops_of(kernel), stores_of(kernel)
     bounds = indices_in(*(bound for loop in loops for bound in (loop.begin, loop.end)))
     lanes = _lanes(loops, stores, bounds, width, apart) if vectors else None
-    each = width * min(_VECTORS, -(-(extent_of(lanes) or width * _VECTORS) // width)) if lanes else 1
     targets = len({store.subscripts for store in stores})
+    # Several cells of a term share the registers.
+    most = max(1, min(_VECTORS, _REGISTERS // targets))
+    each = width * min(most, -(-(extent_of(lanes) or width * most) // width)) if lanes else 1
     stream, inner = _streamed(loops, stores, lanes, each)
     if stream is not None:
         rows, count = stream, _STREAMED
