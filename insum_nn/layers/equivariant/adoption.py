@@ -35,6 +35,7 @@ except ImportError as error:
 __all__ = [
     "E3NN_IN_GRAPHS",
     "ProductLayer",
+    "WeightedLayer",
     "adopt",
     "call_step",
     "e3nn",
@@ -91,6 +92,27 @@ class ProductLayer(StatementLayer):
 
     def _write_statements(self) -> None:
         raise NotImplementedError
+
+
+class WeightedLayer(ProductLayer):
+    """One with weights of its own, under e3nn's names."""
+
+    if TYPE_CHECKING:
+        weight: Tensor
+        output_mask: Tensor
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights again, and write the constants; e3nn does so in the constructor."""
+        module = cast(Any, self)
+        self.weight.normal_()
+        if getattr(module, "bias", None) is not None:
+            module.bias.zero_()
+        self.output_mask.zero_()
+        columns = module.irreps_out.slices()
+        for path in module.instructions:
+            if path.path_weight != 0 and 0 not in path.path_shape:
+                self.output_mask[columns[path.i_out]] = 1
 
 
 def adopt(kind: type[M], module: Any, peer: Any) -> M:

@@ -192,7 +192,7 @@ class BlockSparseLinear(PrunedModule):
     @property
     def matrix(self) -> BlockCOO:
         """The weight as a sparse matrix, (out_features, in_features), that shares the parameter."""
-        row, col = self._coordinates()
+        row, col = self._coordinates(self.position)
         facts = tuple(BLOCK_LINEAR_FACTS["BlockCOO"].values())
         shape = (self.out_features, self.in_features)
         return BlockCOO(shape, self.block_shape, row, col, self.weight, facts, coalesced=True)
@@ -206,17 +206,17 @@ class BlockSparseLinear(PrunedModule):
         factory: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         return self._copied_to(nn.Linear(self.in_features, self.out_features, self.bias is not None, **factory))
 
-    def _coordinates(self) -> tuple[Tensor, Tensor]:
+    def _coordinates(self, position: Tensor) -> tuple[Tensor, Tensor]:
         cols = max(self.grid_shape[1], 1)
-        position = self.position.to(torch.int32) if math.prod(self.grid_shape) < 1 << 31 else self.position
+        position = position.to(torch.int32) if math.prod(self.grid_shape) < 1 << 31 else position
         return position // cols, position % cols
 
-    def _make_index(self) -> dict[str, Tensor]:
+    def _make_index(self, position: Tensor) -> dict[str, Tensor]:
         size = self._chosen_size()
         if size is None:
             # A library's product takes single blocks, and a generated kernel walks the blocks of a row by itself.
             size = 1
-        row, col = self._coordinates()
+        row, col = self._coordinates(position)
         if size == 1:
             return {"Row": row, "Col": col}
         groups = self._groups(row, col, cast("tuple[int, int]", self.grid_shape), size)

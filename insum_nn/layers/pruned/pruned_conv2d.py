@@ -249,10 +249,10 @@ class PrunedConv2d(PrunedModule):
         )
         return self._copied_to(conv)
 
-    def _make_index(self) -> dict[str, Tensor]:
+    def _make_index(self, position: Tensor) -> dict[str, Tensor]:
         filters, inputs, rows, cols = self.grid_shape
         each = max(inputs * rows * cols, 1)
-        groups = self._groups(self.position // each, self.position % each, (filters, each), self._chosen_size())
+        groups = self._groups(position // each, position % each, (filters, each), self._chosen_size())
         used = groups.col >= 0
         place = groups.col.long()
         first = groups.row.long()[:, None] // max(filters // self.groups, 1) * inputs

@@ -48,8 +48,7 @@ class PrunedModule(PrunedWeight):
         self.weight.data = take_rows(self.weight.data, source)
         if gradient is not None:
             self.weight.grad = take_rows(gradient, source)
-        self.position = chosen
-        self._build_index()
+        self._adopt_places(chosen)
 
     def _sources(self, chosen: Tensor) -> Tensor:
         """For each place its row in the weight as it is, or -1."""
