@@ -157,6 +157,12 @@ class MapLayer:
         """Return the largest number of output voxels seen, with `record_voxel_count`."""
         return getattr(self, VOXEL_COUNT, None)
 
+    def reset_parameters(self) -> None:
+        """Forget what was counted."""
+        count = self.get_max_num_voxels()
+        if count is not None:
+            count.zero_()
+
     def _record_voxels(self, voxels: int) -> None:
         count = self.get_max_num_voxels()
         if count is not None:
