@@ -16,7 +16,6 @@ from insum_nn.formats import BlockCOO, GroupSize
 from insum_nn.layers.extents import expand_pair
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.block_linear import (
-    BLOCK_LINEAR,
     BLOCK_LINEAR_FACTS,
     block_linear_statements,
     block_linear_stored,
@@ -185,7 +184,7 @@ class BlockSparseLinear(PrunedModule):
         return -(-self.out_features // self.block_shape[0]), -(-self.in_features // self.block_shape[1])
 
     @property
-    def dense_extents(self) -> tuple[int, ...]:
+    def dense_extents(self) -> tuple[int, int]:
         """(out_features, in_features)."""
         return self.out_features, self.in_features
 
@@ -242,12 +241,14 @@ class BlockSparseLinear(PrunedModule):
     # The map.
 
     def _statements(self) -> tuple[str, ...]:
-        return (BLOCK_LINEAR[self._form],)
+        return self._every_statement()[:1]
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
-        shape = (self.out_features, self.in_features)
-        _, *many = block_linear_statements(self._form, self.weight, shape, self.options)
-        return {"for many samples": tuple(many)} if many else {}
+        many = self._every_statement()[1:]
+        return {"for many samples": many} if many else {}
+
+    def _every_statement(self) -> tuple[str, ...]:
+        return block_linear_statements(self._form, self.weight, self.dense_extents, self.options)
 
     @property
     def _form(self) -> str:
