@@ -23,10 +23,12 @@ from insum_nn.ops.statements import in_a_graph
 from insum_nn.ops.tensor_product import TensorProductSpec, expressions
 
 try:
-    # e3nn has no types, so what comes from it is `Any`.
-    e3nn: Any = importlib.import_module("e3nn")
-    o3: Any = importlib.import_module("e3nn.o3")
-    e3nn_nn: Any = importlib.import_module("e3nn.nn")
+    # e3nn 0.4 loads its constants, slices among them, by `torch.load`, which takes no slices unless it is told so.
+    with torch.serialization.safe_globals([slice]):
+        # e3nn has no types, so what comes from it is `Any`.
+        e3nn: Any = importlib.import_module("e3nn")
+        o3: Any = importlib.import_module("e3nn.o3")
+        e3nn_nn: Any = importlib.import_module("e3nn.nn")
 except ImportError as error:
     raise MissingExtraError(
         "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
