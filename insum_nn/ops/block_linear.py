@@ -192,12 +192,12 @@ def _apply(
             named["W"] = weight.squeeze(-1).squeeze(-1)
         if initial is not None:
             named["Y"] = initial if single else initial.reshape(rows, a)
-        shape = (None, rows) if single else (None, rows, a)
-        result = run(_expression(form, single=single), facts, named, options, shape).flatten(1)
+        out_shape = (None, rows) if single else (None, rows, a)
+        result = run(_expression(form, single=single), facts, named, options, out_shape).flatten(1)
     if rows * a != m:
         result = result[:, :m]
     if bias is not None and initial is None:
-        result = result + bias.to(result.dtype)
+        result = result + bias.type_as(result)
     # Each view of a recorded tensor adds a node to the backward graph.
     return (result if input.ndim == 2 else result.reshape(*input.shape[:-1], m)).contiguous()
 

@@ -99,22 +99,18 @@ class ProductLayer(StatementLayer):
 class WeightedLayer(ProductLayer):
     """One with weights of its own, under e3nn's names."""
 
-    if TYPE_CHECKING:
-        weight: Tensor
-        output_mask: Tensor
-
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the weights again, and write the constants; e3nn does so in the constructor."""
         module = cast(Any, self)
-        self.weight.normal_()
-        if getattr(module, "bias", None) is not None:
+        module.weight.normal_()
+        if hasattr(module, "bias"):
             module.bias.zero_()
-        self.output_mask.zero_()
+        module.output_mask.zero_()
         columns = module.irreps_out.slices()
         for path in module.instructions:
             if path.path_weight != 0 and 0 not in path.path_shape:
-                self.output_mask[columns[path.i_out]] = 1
+                module.output_mask[columns[path.i_out]] = 1
 
 
 def adopt(kind: type[M], module: Any, peer: Any) -> M:

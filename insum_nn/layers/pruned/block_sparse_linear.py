@@ -211,12 +211,10 @@ class BlockSparseLinear(PrunedModule):
         return position // cols, position % cols
 
     def _make_index(self, position: Tensor) -> dict[str, Tensor]:
-        size = self._chosen_size()
-        if size is None:
-            # A library's product takes single blocks, and a generated kernel walks the blocks of a row by itself.
-            size = 1
+        # A library's product takes single blocks, and a generated kernel walks the blocks of a row by itself.
+        size = 1 if self.group_size == "auto" else self.group_size
         row, col = self._coordinates(position)
-        if size == 1:
+        if size == 1 and type(size) is int:
             return {"Row": row, "Col": col}
         groups = self._groups(row, col, cast("tuple[int, int]", self.grid_shape), size)
         slot = torch.where(groups.col >= 0, groups.values, -1).to(groups.col.dtype)

@@ -117,14 +117,6 @@ class PrunedConv2d(PrunedModule):
                 argument="groups",
                 got=self.groups,
             )
-        if isinstance(self.padding, str) and self.padding not in ("same", "valid"):
-            raise InsumFormatError(
-                f"PrunedConv2d: 'padding' is {self.padding!r}",
-                details=["expected 'same', 'valid', or numbers"],
-                fix="pass one of these.",
-                argument="padding",
-                got=self.padding,
-            )
         if self.padding == "same" and self.stride != (1, 1):
             raise InsumFormatError(
                 f"PrunedConv2d: padding='same' with stride {self.stride} has no meaning",
@@ -132,14 +124,16 @@ class PrunedConv2d(PrunedModule):
                 argument="padding",
                 got=self.padding,
             )
-        if self.padding_mode not in _MODES:
-            raise InsumFormatError(
-                f"PrunedConv2d: 'padding_mode' is {self.padding_mode!r}",
-                details=[f"expected one of {', '.join(map(repr, _MODES))}"],
-                fix="pass one of these.",
-                argument="padding_mode",
-                got=self.padding_mode,
-            )
+        paddings = ("same", "valid", *([] if isinstance(self.padding, str) else [self.padding]))
+        for name, value, known in (("padding", self.padding, paddings), ("padding_mode", self.padding_mode, _MODES)):
+            if value not in known:
+                raise InsumFormatError(
+                    f"PrunedConv2d: '{name}' is {value!r}",
+                    details=[f"expected one of {', '.join(map(repr, known))}"],
+                    fix="pass one of these." if name == "padding_mode" else "pass one of these, or numbers.",
+                    argument=name,
+                    got=value,
+                )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -252,7 +246,7 @@ class PrunedConv2d(PrunedModule):
     def _make_index(self, position: Tensor) -> dict[str, Tensor]:
         filters, inputs, rows, cols = self.grid_shape
         each = max(inputs * rows * cols, 1)
-        groups = self._groups(position // each, position % each, (filters, each), self._chosen_size())
+        groups = self._groups(position // each, position % each, (filters, each), self.group_size)
         used = groups.col >= 0
         place = groups.col.long()
         first = groups.row.long()[:, None] // max(filters // self.groups, 1) * inputs

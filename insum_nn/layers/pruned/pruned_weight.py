@@ -16,7 +16,7 @@ from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import GroupCOO, GroupSize
 from insum_nn.layers.statement_layer import ExplainedLayer
-from insum_nn.structure.pruning import random_mask
+from insum_nn.structure.pruning import note_new_rows, random_mask
 from insum_nn.tensor_cache import unwritten
 
 __all__ = ["PrunedWeight"]
@@ -47,7 +47,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
     def __init__(self, group_size: GroupSize, options: Options) -> None:
         super().__init__()
-        self.group_size = group_size
+        self.group_size: GroupSize = group_size
         self.options = require_options(options)
         self._index_names: tuple[str, ...] = ()
         # The places while `position` is on the meta device, where tensors have no values.
@@ -136,12 +136,8 @@ class PrunedWeight(ExplainedLayer, nn.Module):
                 got=mask.dtype,
             )
         if mask.is_meta:
-            raise InsumDeviceError(
-                f"{caller}: 'mask' is on the meta device, where tensors have no values",
-                fix="make the mask on another device, such as by torch.ones(shape, dtype=torch.bool, device='cpu').",
-                argument="mask",
-                got=mask.device,
-            )
+            fault = f"{caller}: 'mask' is on the meta device, where tensors have no values"
+            raise InsumDeviceError(fault, fix="make the mask on another device, such as 'cpu'.", argument="mask")
         found = mask if tuple(mask.shape) == self.grid_shape else self._grid_mask(mask)
         if found is None:
             dense = tuple(int(extent) for extent in self.dense_extents)
@@ -227,8 +223,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
     def _adopt_places(self, position: Tensor) -> None:
         """Store at these places, and make what follows from them, on the device on which `position` is now."""
-        device = self.position.device
-        self._places = position.cpu() if device.type == "meta" else None
+        device, self._places = self.position.device, position.cpu() if self.position.is_meta else None
         for name in self._index_names:
             delattr(self, name)
         # A default device is no matter of what is computed here.
@@ -240,6 +235,10 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             moved = tensor.to(device)
             self.register_buffer(name, moved, persistent=name not in index)
             unwritten(moved)
+
+    def _replace_weight(self, data: Tensor) -> None:
+        former, self.weight.data = self.weight.shape, data
+        note_new_rows(self.weight, former)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As for all modules; but `to_empty` and the meta device, which drop values, leave the places as they are."""
@@ -253,23 +252,10 @@ class PrunedWeight(ExplainedLayer, nn.Module):
     def _places_with_values(self) -> Tensor:
         return self._places if self._places is not None and self.position.is_meta else self.position
 
-    def _groups(self, row: Tensor, col: Tensor, shape: tuple[int, int], size: int | None) -> GroupCOO:
+    def _groups(self, row: Tensor, col: Tensor, shape: tuple[int, int], size: GroupSize) -> GroupCOO:
         """Return cells at (row, col) in groups that share their row; the values are the cells' numbers."""
         number = torch.arange(row.shape[0], device=row.device)
-        return GroupCOO.from_coo((row, col), number, shape, group_size="auto" if size is None else size)
-
-    def _chosen_size(self) -> int | None:
-        """Return the group size asked for; `None` for the rule."""
-        if self.group_size == "auto":
-            return None
-        if not isinstance(self.group_size, int) or isinstance(self.group_size, bool) or self.group_size < 1:
-            raise InsumFormatError(
-                f"group_size must be an integer of at least 1 or 'auto', got {self.group_size!r}",
-                fix="pass group_size='auto' to let the rule choose.",
-                argument="group_size",
-                got=self.group_size,
-            )
-        return self.group_size
+        return GroupCOO.from_coo((row, col), number, shape, group_size=size)
 
     # State.
 
@@ -302,7 +288,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             if position.shape != self.position.shape:
                 self.position = self.position.new_empty(position.shape)
                 self.weight.grad = None
-                self.weight.data = self.weight.data.new_empty(weight.shape)
+                self._replace_weight(self.weight.data.new_empty(weight.shape))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
