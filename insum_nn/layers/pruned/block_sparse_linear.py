@@ -13,7 +13,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, GroupSize
-from insum_nn.layers.extents import expand_pair
+from insum_nn.layers.extents import expand_pair, extent
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR_FACTS,
@@ -83,10 +83,10 @@ class BlockSparseLinear(PrunedModule):
             InsumFormatError: the density is not in (0, 1], `group_size` is below 1, or mask and density are given.
         """
         super().__init__(group_size, options)
-        self.in_features = _extent("in_features", in_features)
-        self.out_features = _extent("out_features", out_features)
+        self.in_features = extent("BlockSparseLinear", "in_features", in_features)
+        self.out_features = extent("BlockSparseLinear", "out_features", out_features)
         self.block_shape = expand_pair("BlockSparseLinear", "block_shape", block_shape, 1)
-        outputs = out_features if bias else None
+        outputs = self.out_features if bias else None
         self._store(self._choose_mask(mask, density), self.block_shape, outputs, device, dtype)
 
     @torch.no_grad()
@@ -279,15 +279,3 @@ class BlockSparseLinear(PrunedModule):
         parts += [f"block_shape={self.block_shape}, blocks={self.num_stored} of {total}"]
         parts += [f"group_size={self.group_size}"] if self.group_size != "auto" else []
         return ", ".join(parts)
-
-
-def _extent(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise InsumShapeError(
-        f"BlockSparseLinear: '{name}' is {value!r}",
-        details=["expected an integer of at least 0"],
-        fix=f"pass {name} as a number of features.",
-        argument=name,
-        got=value,
-    )

@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import GroupSize
-from insum_nn.layers.extents import IntOrInts, expand_pair
+from insum_nn.layers.extents import IntOrInts, channels, expand_pair
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.pruned_conv import (
     PRUNED_CONV2D_FACTS,
@@ -97,26 +97,17 @@ class PrunedConv2d(PrunedModule):
             InsumFormatError: an unknown padding; the density is not in (0, 1]; mask and density are given.
         """
         super().__init__(group_size, options)
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         owner = "PrunedConv2d"
+        self.in_channels, self.out_channels, self.groups = channels(owner, in_channels, out_channels, groups)
         self.kernel_size = expand_pair(owner, "kernel_size", kernel_size, 1)
         self.stride = expand_pair(owner, "stride", stride, 1)
         self.dilation = expand_pair(owner, "dilation", dilation, 1)
         self.padding: Pair | str = padding if isinstance(padding, str) else expand_pair(owner, "padding", padding, 0)
         self.padding_mode = padding_mode
         self._check()
-        self._store(self._choose_mask(mask, density), (), out_channels if bias else None, device, dtype)
+        self._store(self._choose_mask(mask, density), (), self.out_channels if bias else None, device, dtype)
 
     def _check(self) -> None:
-        channels = (self.in_channels, self.out_channels)
-        if self.groups < 1 or min(channels) < 0 or any(extent % self.groups for extent in channels):
-            raise InsumShapeError(
-                f"PrunedConv2d: 'groups' is {self.groups}, with {channels[0]} channels in and {channels[1]} out",
-                details=["expected a positive number that divides both"],
-                fix="choose groups that divide in_channels and out_channels.",
-                argument="groups",
-                got=self.groups,
-            )
         if self.padding == "same" and self.stride != (1, 1):
             raise InsumFormatError(
                 f"PrunedConv2d: padding='same' with stride {self.stride} has no meaning",

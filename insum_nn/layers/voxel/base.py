@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
-from insum_nn.layers.extents import IntOrInts, expand_nd
+from insum_nn.layers.extents import IntOrInts, expand_nd, extent
 from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
 from insum_nn.ops.sparse_conv import VOXEL_FACTS
@@ -145,7 +145,7 @@ class MapLayer:
     ) -> None:
         """Check and keep the arguments; `limit`: cells above which spconv's layers have pairs in lists."""
         owner = type(self).__name__
-        self.ndim = ndim
+        self.ndim = ndim = extent(owner, "ndim", ndim, 1)
         self.kernel_size = expand_nd(owner, "kernel_size", ndim, kernel_size, 1)
         self.stride = expand_nd(owner, "stride", ndim, stride, 1)
         self.padding = expand_nd(owner, "padding", ndim, padding, 0)

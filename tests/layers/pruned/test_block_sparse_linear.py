@@ -7,6 +7,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -536,9 +537,7 @@ def test_bad_features():
     with pytest.raises(InsumShapeError) as caught:
         BlockSparseLinear(-1, 64)
     assert str(caught.value) == (
-        "BlockSparseLinear: 'in_features' is -1\n"
-        "  expected an integer of at least 0\n"
-        "  fix: pass in_features as a number of features."
+        "BlockSparseLinear: 'in_features' is -1\n  expected an integer of at least 0\n  fix: pass one integer."
     )
     with pytest.raises(InsumShapeError, match="'input' has 95 features, the weight reads 96"):
         BlockSparseLinear(96, 64)(torch.randn(2, 95))
@@ -637,3 +636,14 @@ def test_an_optimizer_that_remembers_other_places(build: Any, how: str):
     layer.load_state_dict(before)
     optimizer.load_state_dict(memory)
     step(optimizer)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.array])
+def test_sizes_of_numpy(number):
+    sizes = {"block_shape": number(16), "group_size": number(2)}
+    layer = BlockSparseLinear(number(70), number(33), **sizes)
+    plain = BlockSparseLinear(70, 33, block_shape=16, group_size=2)
+    layer.load_state_dict(plain.state_dict())
+    assert (type(layer.in_features), type(layer.out_features)) == (int, int)
+    x = torch.randn(3, 70)
+    assert torch.equal(layer(x), plain(x))
