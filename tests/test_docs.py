@@ -117,6 +117,38 @@ def test_a_page_that_fetches_from_elsewhere_is_refused():
             site.on_post_page(kept + tag, page)
 
 
+def test_a_formula_that_needs_a_script_is_refused():
+    pytest.importorskip("mkdocs")
+    site, page = load_tool("site"), SimpleNamespace(file=SimpleNamespace(src_uri="x.md"))
+    kept = "<p>5 $ and 6 $</p><pre><code>$$(id -u)</code></pre>"
+    assert site.on_post_page(kept, page) == kept
+    with pytest.raises(Exception, match=r"x\.md has a formula between \$\$"):
+        site.on_post_page(kept + "<p>$$y = x$$</p>", page)
+
+
+def test_a_tiny_build_says_so(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("mkdocs")
+    site = load_tool("site")
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="tutorials/x.md"))
+    text = "# Title\n\n<!-- tiny: epochs = 2; hidden = 8 -->\n"
+    site._records["tutorials/x.md"] = tutorials.Record([], [], 1.0, "torch, CPU")
+    for size, said in (("full", False), ("tiny", True)):
+        monkeypatch.setenv("INSUM_TUTORIALS", size)
+        built = site.on_page_markdown(text, page)
+        assert built.startswith("# Title\n")
+        assert ("ran at a tiny size: epochs = 2; hidden = 8." in built) == said
+
+
+def test_headings_of_the_troubleshooting_page_are_messages():
+    """What stands between the dots of a message stands in the package; placeholders are left out."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    package = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "insum_nn").rglob("*.py")))
+    named = [name for name in re.findall(r"^### `(.*)`$", page, re.MULTILINE)]
+    assert len(named) > 10
+    missing = [(name, part) for name in named for part in name.split("...") if part.strip(" ,") not in package]
+    assert missing == []
+
+
 def test_pictures_are_small():
     pictures = [p for p in (ROOT / "docs" / "figures").iterdir() if p.suffix != ".css"]
     assert {p.name: p.stat().st_size for p in pictures if p.stat().st_size > 150_000} == {}
