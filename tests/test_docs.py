@@ -95,6 +95,11 @@ def test_a_wrong_block_is_seen():
         run_page("page", [Block(0, "assert False\n")])
 
 
+@pytest.mark.parametrize("block", python_blocks(ROOT / "README.md"), ids=lambda block: f"line {block.line}")
+def test_blocks_of_the_readme_run_one_by_one(block: Block):
+    run_page("README.md", [block])
+
+
 def test_the_readme_fits_a_screen():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 115

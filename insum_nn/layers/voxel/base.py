@@ -182,7 +182,7 @@ class MapLayer:
         """Return the map that the layer uses on a tensor: stored under its key where it is its own, or built now.
 
         Raises:
-            InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel stands twice.
+            InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel occurs twice.
             InsumRangeError: a voxel lies outside the grid.
             InsumShapeError: the grid has not the layer's dimensions, or the output's would be empty.
         """
