@@ -70,10 +70,10 @@ def _tried(backend: str, device: str) -> tuple[bool, str]:
 
 def _cache() -> Iterator[tuple[str, str]]:
     """Return the folders that outlive a process, and the command that empties them."""
-    triton = os.environ.get("TRITON_CACHE_DIR") or Path(
+    kernels = os.environ.get("TRITON_CACHE_DIR") or Path(
         os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache"
     )
-    folders = {"cache folder": cache_folder(), "Triton's cache folder": Path(triton)}
+    folders = {"cache folder": cache_folder(), "Triton's cache folder": Path(kernels)}
     for name, folder in folders.items():
         files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
         yield name, f"{folder} ({len(files)} files, {sum(files) / 2**20:.1f} MiB)"
