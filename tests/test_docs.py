@@ -131,6 +131,16 @@ def test_a_formula_that_needs_a_script_is_refused():
         site.on_post_page(kept + "<p>$$y = x$$</p>", page)
 
 
+def test_links_of_what_is_taken_from_the_readme_lead_into_the_site():
+    pytest.importorskip("mkdocs")
+    site = load_tool("site")
+    for uri, link in (("index.md", "](measurements.md)"), ("how-to/x.md", "](../measurements.md)")):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        built = site.on_page_markdown("<!-- include: README.md table -->", page)
+        assert link in built
+        assert "](docs/" not in built
+
+
 def test_a_tiny_build_says_so(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("mkdocs")
     site = load_tool("site")

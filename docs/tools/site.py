@@ -77,8 +77,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if os.environ["INSUM_TUTORIALS"] == "tiny":
             title, _, rest = markdown.partition("\n")
             markdown = title + TINY.format(sizes=TINY_SIZES.findall(markdown)[0]) + rest
-    markdown = INCLUDE.sub(lambda found: included(*found.groups()), markdown)
     depth = uri.count("/")
+    # Links of a file beside docs/ lead into it.
+    markdown = INCLUDE.sub(lambda found: included(*found.groups()).replace("](docs/", f"]({'../' * depth}"), markdown)
     return OUTSIDE.sub(lambda found: within(found, depth), markdown)
 
 
