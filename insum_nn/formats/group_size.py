@@ -143,7 +143,7 @@ def resolve_group_size(group_size: GroupSize, occupancy: Tensor) -> int:
 def _checked(group_size: object) -> int:
     """Return a group size as an int, after a check."""
     size = integers((group_size,))
-    if size is None or size[0] < 1:
+    if isinstance(group_size, bool) or size is None or size[0] < 1:
         raise InsumFormatError(
             f"group_size must be an integer of at least 1 or 'auto', got {group_size!r}",
             fix="pass group_size='auto' to let the rule choose.",
