@@ -22,6 +22,7 @@ JOBS ?= 2
 GPU_JOBS ?= 1
 EXTRAS ?= test,bench,docs
 READERS ?= pointcloud
+KEPT := torch triton
 CASES ?= *
 CHECK ?=
 SIZE ?= tiny
@@ -56,6 +57,8 @@ venv: $(READY) ## make .venv and install everything (a second call does nothing)
 # Installed again where a stamp is older than what it depends on.
 $(VENV)/.insum-examples-ready: EXTRAS := examples
 $(VENV)/.insum-examples-ready: READERS :=
+# The demo may be run in an environment that is used for other things: nothing in it is replaced but this package.
+$(VENV)/.insum-examples-ready: KEPT :=
 $(VENV)/.insum-ready $(VENV)/.insum-examples-ready: pyproject.toml constraints.txt
 	@test -z "$(READERS)" || $(MAKE) --no-print-directory system-libs
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -67,10 +70,12 @@ $(VENV)/.insum-ready $(VENV)/.insum-examples-ready: pyproject.toml constraints.t
 	@$(VENV)/bin/python -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))' 2>/dev/null \
 	  && test -z "$(TORCH)" \
 	  || $(VENV)/bin/python -m pip install $(if $(TORCH),torch==$(TORCH),-c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt))
-	@# Where torch is not the pinned one, the other packages must fit it and the Triton that came with it.
-	@$(VENV)/bin/python -c 'import importlib.metadata as m; print("\n".join(f"{d}=={m.version(d).split(chr(43))[0]}" for d in ("torch", "triton") if any(x.name == d for x in m.distributions())))' \
-	  | while IFS='=' read -r name _ version; do sed -i "s/^$$name==.*/$$name==$$version/" $(VENV)/constraints.txt; done
-	$(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	@# What is in KEPT, or all that is installed, keeps its version: where torch is not the pinned one, the other packages must
+	@# fit it and the Triton that came with it.
+	@$(VENV)/bin/python -c 'import importlib.metadata as m, sys; print("\n".join(f"{d.name}=={d.version.split(chr(43))[0]}" for d in m.distributions() if d.name in sys.argv[1:] or len(sys.argv) == 1))' $(KEPT) \
+	  | while IFS='=' read -r name _ version; do sed -i "s/^$${name//[-_.]/[-_.]}==.*/$$name==$$version/I" $(VENV)/constraints.txt; done
+	@# In this mode static tools, such as type checkers, find the package too.
+	$(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt --config-settings editable_mode=compat -e '.[$(EXTRAS)]'
 	@# No Open3D wheel exists for some interpreters and processors; only the readers that use it need it.
 	@test -z "$(READERS)" || $(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[$(READERS)]' \
 	  || echo "note: Open3D could not be installed; point clouds can still be read from text, PLY and KITTI files."

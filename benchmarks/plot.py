@@ -109,6 +109,31 @@ def _colors(providers: Sequence[str]) -> dict[str, str]:
 # The figures of the docs ---------------------------------------------------------------------------------------------
 
 MODE_COLORS = {"fwd": "#0b6e99", "fwdbwd": "#d1495b", "bwd": "#edae49"}
+# What a family of cases is called in a plot of all of them.
+FAMILY_NAMES = {
+    "ablation_block_spmm": "block-sparse x dense matrix (ablation)",
+    "ablation_spmm": "sparse x dense matrix (ablation)",
+    "block_linear": "block-sparse linear layer",
+    "block_spmm": "block-sparse x dense matrix",
+    "chain": "sparse x dense x dense matrix",
+    "cpu_block_linear": "block-sparse linear layer",
+    "cpu_block_spmm": "block-sparse x dense matrix",
+    "cpu_sddmm": "product at sparse places",
+    "cpu_spmm": "sparse x dense matrix",
+    "fctp": "fully connected tensor product",
+    "gcn": "GCN",
+    "gcn_layer": "graph convolution",
+    "gcn_step": "GCN, training step",
+    "host": "smallest calls",
+    "network": "networks",
+    "peer_models": "models of other packages",
+    "sgap": "sparse x dense matrix (widths)",
+    "spmm": "sparse x dense matrix",
+    "subm_conv": "submanifold convolution",
+    "subm_map": "kernel map of a convolution",
+    "tp_conv": "tensor product along edges",
+    "tp_conv_double": "the same, differentiated twice",
+}
 MODE_NAMES = {"fwd": "forward", "fwdbwd": "forward + backward", "bwd": "backward"}
 
 
@@ -124,7 +149,7 @@ def _ratios(device: str, families: Sequence[str] = ()) -> Any:
     from matplotlib.figure import Figure
 
     rows = [row for row in _rows(device, families) if row.ratio is not None]
-    names = [row.case.replace("/", "  ") if families else row.family for row in rows]
+    names = [row.case.replace("/", "  ") if families else FAMILY_NAMES.get(row.family, row.family) for row in rows]
     lines = list(dict.fromkeys(names)) if families else sorted(set(names))
     figure = Figure(figsize=(8, 0.9 + (0.24 if families else 0.42) * len(lines)), layout="constrained")
     axes = figure.add_subplot()

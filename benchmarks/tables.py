@@ -172,9 +172,9 @@ def network_table(rows: Sequence[Row], family: str = "network", device: str = DE
             memory = record["peak_bytes"] if counts_memory(name) else None
             peak = "" if memory is None else f"{memory / 2**20:.0f} MiB"
             case = row.case.partition("=")[2].replace("/what=", ": ")
-            first = "" if record["compile_s"] is None else duration(record["compile_s"] * 1e3)
-            lines.append([f"`{case}`", baseline_name(name), duration(record["ms"]["p50"]), busy, launches, first, peak])
-    head = ["network", "layers", "time", "device busy", "launches", "first step", "peak memory"]
+            lines.append([f"`{case}`", baseline_name(name), duration(record["ms"]["p50"]), busy, launches, peak])
+    # First steps have records of their own, from empty caches; here a process may have found kernels on disk.
+    head = ["network", "layers", "time", "device busy", "launches", "peak memory"]
     return f"{markdown(head, lines)}\n\n{_provenance(chosen)}"
 
 

@@ -17,7 +17,6 @@ import torch
 from ase import units
 from ase.md.verlet import VelocityVerlet
 from torch.utils.data import DataLoader
-from tqdm import trange
 
 from insum_nn.datasets import atom_statistics, collate_atoms, copper_gold, read_extended_xyz
 from insum_nn.models import NequIP, PotentialCalculator
@@ -80,17 +79,18 @@ def main(argv=None, *, size="full"):
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs, 2e-4)
     parts, history = {"model": model, "optimizer": optimizer, "schedule": schedule}, [test(model, test_loader)]
-    if args.resume and checkpoint.exists():
+    if args.resume:
         state = torch.load(checkpoint)
         history = state["history"]
         torch.set_rng_state(state["random"])
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    for _ in (bar := trange(len(history) - 1, args.epochs, disable=None)):
+    for epoch in range(len(history), args.epochs + 1):
         train(model, loader, optimizer, known.force_rms)
         schedule.step()
         history.append(test(model, test_loader))
-        bar.set_postfix_str("forces {:.0f}, energies {:.1f}, stresses {:.1f}".format(*history[-1]))
+        errors = "forces {:.0f}, energies {:.1f}, stresses {:.1f}".format(*history[-1])
+        print(f"epoch {epoch} of {args.epochs}: {errors}", flush=True)
         state = {name: part.state_dict() for name, part in parts.items()}
         torch.save(state | {"history": history, "random": torch.get_rng_state()}, checkpoint)
     print("mean absolute errors: {:.1f} meV/A, {:.2f} meV per atom, {:.2f} meV/A^3".format(*history[-1]))

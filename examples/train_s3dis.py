@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
-from tqdm import trange
 
 from insum_nn.datasets import (
     CLASSES,
@@ -98,15 +97,15 @@ def main(argv=None, *, size="full"):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, None, args.epochs, len(loader), pct_start=0.2)
     parts, losses = {"model": model, "optimizer": optimizer, "schedule": schedule}, []
-    if args.resume and checkpoint.exists():
+    if args.resume:
         state = torch.load(checkpoint)
         losses = state["losses"]
         torch.set_rng_state(state["random"])
         for name, part in parts.items():
             part.load_state_dict(state[name])
-    for _ in (bar := trange(len(losses), args.epochs, disable=None)):
+    for epoch in range(len(losses), args.epochs):
         losses.append(train(model, loader, optimizer, schedule, args.device))
-        bar.set_postfix(loss=losses[-1])
+        print(f"epoch {epoch + 1} of {args.epochs}: loss {losses[-1]:.4f}", flush=True)
         state = {"losses": losses, "random": torch.get_rng_state(), "planes": planes, "voxel_size": args.voxel_size}
         torch.save(state | {name: part.state_dict() for name, part in parts.items()}, checkpoint)
     scores, labelled = test(model, test_rooms, args.device)

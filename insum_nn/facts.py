@@ -21,12 +21,12 @@ class IndexFacts:
 
     Attributes:
         sorted: ascending over the flattened tensor; entries of -1 do not count.
-        unique: no value other than -1 stands twice.
+        unique: no value but -1 occurs twice.
         masked: `True`: may hold -1 ("no entry"); `False`: holds none, which is an error where it is not proven and not
             so; `None`: unknown.
         proven: every entry is -1 or lies inside the axis that it selects along.
         unique_with: names of index tensors together with which its values are unique: no combination of entries at
-            one place, none of them -1, stands twice. Places are matched from the first axis on: `Row[g]` with
+            one place, none of them -1, occurs twice. Places are matched from the first axis on: `Row[g]` with
             `Col[g,q]`.
     """
 

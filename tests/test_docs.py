@@ -95,6 +95,11 @@ def test_a_wrong_block_is_seen():
         run_page("page", [Block(0, "assert False\n")])
 
 
+@pytest.mark.parametrize("block", python_blocks(ROOT / "README.md"), ids=lambda block: f"line {block.line}")
+def test_blocks_of_the_readme_run_one_by_one(block: Block):
+    run_page("README.md", [block])
+
+
 def test_the_readme_fits_a_screen():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 115
@@ -115,6 +120,48 @@ def test_a_page_that_fetches_from_elsewhere_is_refused():
     for tag in ('<script src="https://a.b/c"></script>', '<img alt="" src="http://a.b/c.svg">'):
         with pytest.raises(Exception, match=r"x\.md fetches from elsewhere"):
             site.on_post_page(kept + tag, page)
+
+
+def test_a_formula_that_needs_a_script_is_refused():
+    pytest.importorskip("mkdocs")
+    site, page = load_tool("site"), SimpleNamespace(file=SimpleNamespace(src_uri="x.md"))
+    kept = "<p>5 $ and 6 $</p><pre><code>$$(id -u)</code></pre>"
+    assert site.on_post_page(kept, page) == kept
+    with pytest.raises(Exception, match=r"x\.md has a formula between \$\$"):
+        site.on_post_page(kept + "<p>$$y = x$$</p>", page)
+
+
+def test_links_of_what_is_taken_from_the_readme_lead_into_the_site():
+    pytest.importorskip("mkdocs")
+    site = load_tool("site")
+    for uri, link in (("index.md", "](measurements.md)"), ("how-to/x.md", "](../measurements.md)")):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        built = site.on_page_markdown("<!-- include: README.md table -->", page)
+        assert link in built
+        assert "](docs/" not in built
+
+
+def test_a_tiny_build_says_so(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("mkdocs")
+    site = load_tool("site")
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="tutorials/x.md"))
+    text = "# Title\n\n<!-- tiny: epochs = 2; hidden = 8 -->\n"
+    site._records["tutorials/x.md"] = tutorials.Record([], [], 1.0, "torch, CPU")
+    for size, said in (("full", False), ("tiny", True)):
+        monkeypatch.setenv("INSUM_TUTORIALS", size)
+        built = site.on_page_markdown(text, page)
+        assert built.startswith("# Title\n")
+        assert ("ran at a tiny size: epochs = 2; hidden = 8." in built) == said
+
+
+def test_headings_of_the_troubleshooting_page_are_messages():
+    """What stands between the dots of a message stands in the package; placeholders are left out."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    package = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "insum_nn").rglob("*.py")))
+    named = [name for name in re.findall(r"^### `(.*)`$", page, re.MULTILINE)]
+    assert len(named) > 10
+    missing = [(name, part) for name in named for part in name.split("...") if part.strip(" ,") not in package]
+    assert missing == []
 
 
 def test_pictures_are_small():

@@ -59,7 +59,7 @@ class Interrupted(Exception):
         ("train_forces", "nequip.pt", ["--train", "6", "--test", "2", "--features", "2", "--epochs", "4"]),
     ],
 )
-def test_a_resumed_run_equals_an_unbroken_one(example, monkeypatch, tmp_path, name, checkpoint, arguments):
+def test_a_resumed_run_equals_an_unbroken_one(example, monkeypatch, tmp_path, capsys, name, checkpoint, arguments):
     if name == "train_forces":
         pytest.importorskip("e3nn")
         pytest.importorskip("ase")
@@ -70,6 +70,11 @@ def test_a_resumed_run_equals_an_unbroken_one(example, monkeypatch, tmp_path, na
         monkeypatch.setattr(module.VelocityVerlet, "run", lambda self, steps: run(self, 2))
     arguments = ["--size", "tiny", *arguments]
     module.main([*arguments, "--out", str(tmp_path / "unbroken")])
+    # A line an epoch, without a terminal too.
+    lines = re.findall(r"^epoch (\d) of 4: .*\d", capsys.readouterr().out, re.MULTILINE)
+    assert lines == ["1", "2", "3", "4"]
+    with pytest.raises(FileNotFoundError, match=checkpoint):
+        module.main([*arguments, "--out", str(tmp_path / "empty"), "--resume"])
     epochs = 0
     train = module.train
 

@@ -20,6 +20,7 @@ from mkdocs.structure.files import File
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from tutorials import FENCE, Record, python_blocks
+from tutorials import TINY as TINY_SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = re.compile(r"^<!-- include: (\S+?)(?: (\S+))? -->$", re.MULTILINE)
@@ -29,11 +30,16 @@ OUTSIDE = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+)([^)#\s]+)(?:#[^)]*)?\)")
 PIECES = re.compile(
     r"<(pre|code|svg|script|style)\b.*?</\1>|<[^>]*>|(\d) (ms|us|s|MiB|GiB|%)(?![\w])|(\d{4})-(\d\d)-(\d\d)", re.DOTALL
 )
+VERBATIM = re.compile(r"<(pre|code|script|style)\b.*?</\1>", re.DOTALL)
 # A script, a style or an image that a reader's browser would fetch from elsewhere.
 FETCHED = re.compile(
     r"""<(?:script|img|iframe)\b[^>]*\bsrc=["']?https?:[^>]*>|<link\b[^>]*rel=["']?stylesheet[^>]*https?:[^>]*>"""
 )
 NOTE = "\n\n*The output above is that of this page's code, run when the site was built: {seconds:.0f} s ({where}).*\n"
+TINY = (
+    '\n\n!!! warning "A quick build"\n\n    This page\'s code ran at a tiny size: {sizes}. '
+    "Its numbers say nothing about the real ones.\n"
+)
 
 _records: dict[str, Record] = {}
 
@@ -68,8 +74,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri in _records:
         markdown = with_outputs(markdown, _records[uri])
-    markdown = INCLUDE.sub(lambda found: included(*found.groups()), markdown)
+        if os.environ["INSUM_TUTORIALS"] == "tiny":
+            title, _, rest = markdown.partition("\n")
+            markdown = title + TINY.format(sizes=TINY_SIZES.findall(markdown)[0]) + rest
     depth = uri.count("/")
+    # Links of a file beside docs/ lead into it.
+    markdown = INCLUDE.sub(lambda found: included(*found.groups()).replace("](docs/", f"]({'../' * depth}"), markdown)
     return OUTSIDE.sub(lambda found: within(found, depth), markdown)
 
 
@@ -79,9 +89,11 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Refuse a page that makes a browser fetch something from another host."""
+    """Refuse a page that makes a browser fetch something from another host, or shows a formula as its source."""
     if found := FETCHED.search(output):
         raise PluginError(f"{page.file.src_uri} fetches from elsewhere: {found[0]}")
+    if "$$" in VERBATIM.sub("", output):
+        raise PluginError(f"{page.file.src_uri} has a formula between $$, which needs a script: use a text block")
     return output
 
 

@@ -157,7 +157,13 @@ def draw_rooms(rooms: Sequence[tuple[Room, NDArray[np.integer]]], path: str | Pa
         for column, colors in enumerate([*panels, class_colors(predicted[keep])]):
             axes = figure.add_subplot(len(rooms), len(columns), row * len(columns) + column + 1, projection="3d")
             _scatter(axes, room.points[keep], colors)
-            axes.set_title(f"{room.name}\n{columns[column]}" if column == 0 else columns[column], fontsize=9, y=0.98)
+            if row == 0:
+                axes.set_title(columns[column], fontsize=9)
+            if column == 0:
+                # Beside its row, where a long name meets neither another title nor another room.
+                axes.text2D(
+                    0, 0.5, room.name, transform=axes.transAxes, fontsize=9, rotation=90, va="center", ha="right"
+                )
         shown |= {int(i) for i in np.unique(np.concatenate([room.labels[keep], predicted[keep]])) if i >= 0}
     handles = [patches.Patch(facecolor=tuple(PALETTE[i] / 255), label=CLASSES[i]) for i in sorted(shown)]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(7, len(handles)), frameon=False, fontsize=8)

@@ -56,7 +56,7 @@ class SparseFormat(Verifiable):
         shape: extents of the tensor that is represented.
         values: stored values; differentiable; 0 in unused slots.
         index_facts: facts of each index tensor, in the order of `index_parts`; `()` when nothing is known.
-        coalesced: no entry stands twice and entries ascend, by the grouped dimension first.
+        coalesced: no entry occurs twice and entries ascend, by the grouped dimension first.
     """
 
     shape: tuple[int, ...]
@@ -154,7 +154,7 @@ class SparseFormat(Verifiable):
         """Facts of each index tensor by its name in expressions.
 
         They hold of the tensors as they are now: what a caller claimed, or has written to, is read once. No entry of a
-        coalesced format stands twice, which is a fact of all index tensors together.
+        coalesced format occurs twice, which is a fact of all index tensors together.
 
         Raises:
             InsumError: as `validate`, where something has to be read.

@@ -151,7 +151,7 @@ def sorted_fault(field: str, tensor: Tensor) -> Fault | None:
 
 
 def unique_fault(field: str, tensor: Tensor) -> Fault | None:
-    """Return a value that stands twice in a tensor that is said to hold each once; -1 does not count."""
+    """Return a value that occurs twice in a tensor that is said to hold each once; -1 does not count."""
     used = (tensor.reshape(-1) != -1).nonzero().squeeze(1)
     entries, order = tensor.reshape(-1)[used].sort(stable=True)
     repeats = used[order[1:][entries[1:] == entries[:-1]]]
@@ -169,7 +169,7 @@ def unique_fault(field: str, tensor: Tensor) -> Fault | None:
 
 
 def joint_fault(field: str, others: Sequence[str], tensors: Sequence[Tensor]) -> Fault | None:
-    """Return a combination of entries that stands twice, where the facts of the first tensor say that none does."""
+    """Return a combination of entries that occurs twice, where the facts of the first tensor say that none does."""
     twice = repeated(tensors) if len(tensors) == 1 + len(others) else None
     if twice is None:
         return None

@@ -45,7 +45,7 @@ class CustomFormat(SparseFormat):
         shape: extents of the tensor.
         values: `Val`; differentiable; 0 in unused slots.
         index_facts: claims beyond what reading tells, such as `unique`; in the order of `index_parts`.
-        coalesced: no entry stands twice, and `entries()` ascend.
+        coalesced: no entry occurs twice, and `entries()` ascend.
     """
 
     shape: tuple[int, ...]

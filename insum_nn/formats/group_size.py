@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumFormatError
+from insum_nn.formats.arguments import integers
 
 __all__ = [
     "GroupSize",
@@ -140,13 +141,16 @@ def resolve_group_size(group_size: GroupSize, occupancy: Tensor) -> int:
 
 
 def _checked(group_size: object) -> int:
-    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 1:
+    """Return a group size as an int, after a check."""
+    size = integers((group_size,))
+    if isinstance(group_size, bool) or size is None or size[0] < 1:
         raise InsumFormatError(
             f"group_size must be an integer of at least 1 or 'auto', got {group_size!r}",
             fix="pass group_size='auto' to let the rule choose.",
+            argument="group_size",
             got=group_size,
         )
-    return group_size
+    return size[0]
 
 
 def _counts(occupancy: Tensor | Sequence[int]) -> Tensor:

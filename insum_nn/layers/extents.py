@@ -1,13 +1,13 @@
-"""Arguments that are one integer for each axis."""
+"""Arguments that are integers, Python's or NumPy's: sizes, and one for each axis."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 from insum_nn.errors import InsumShapeError
+from insum_nn.formats.arguments import integers
 
-__all__ = ["IntOrInts", "expand_nd", "expand_pair"]
+__all__ = ["IntOrInts", "channels", "expand_nd", "expand_pair", "extent"]
 
 IntOrInts = int | Sequence[int]
 
@@ -21,20 +21,43 @@ def expand_nd(owner: str, name: str, ndim: int, value: object, least: int) -> li
     >>> expand_nd("SubMConv3d", "kernel_size", 3, 5, 1)
     [5, 5, 5]
     """
-    given: list[Any] = [value] * ndim if isinstance(value, int) else []
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        given = [*cast("Iterable[Any]", value)]
-    values = [int(v) for v in given]
-    if len(values) != ndim or values != given or min(values) < least:
+    alone = integers((value,))
+    values = integers(value) if alone is None else alone * ndim
+    if values is None or len(values) != ndim or min(values) < least:
+        one = f"an integer of at least {least}"
         raise InsumShapeError(
-            f"{owner}: '{name}' is {value}",
-            details=[f"expected {ndim} integers of at least {least}, or one for all"],
-            fix=f"pass one integer, or {ndim} of them.",
+            f"{owner}: '{name}' is {value!r}",
+            details=[f"expected {one if ndim == 1 else f'{ndim} integers of at least {least}, or one for all'}"],
+            fix="pass one integer." if ndim == 1 else f"pass one integer, or {ndim} of them.",
             argument=name,
             expected=ndim,
             got=value,
         )
-    return values
+    return list(values)
+
+
+def extent(owner: str, name: str, value: object, least: int = 0) -> int:
+    """Return `expand_nd` of one dimension: a size, as an int."""
+    return expand_nd(owner, name, 1, value, least)[0]
+
+
+def channels(owner: str, in_channels: object, out_channels: object, groups: object) -> tuple[int, int, int]:
+    """Return numbers of channels and of groups, as ints.
+
+    Raises:
+        InsumShapeError: one is no integer or too small, or the groups do not divide the channels.
+    """
+    read, written = extent(owner, "in_channels", in_channels), extent(owner, "out_channels", out_channels)
+    count = extent(owner, "groups", groups, 1)
+    if read % count or written % count:
+        raise InsumShapeError(
+            f"{owner}: 'groups' is {count}, with {read} channels in and {written} out",
+            details=["expected a number that divides both"],
+            fix="choose groups that divide in_channels and out_channels.",
+            argument="groups",
+            got=groups,
+        )
+    return read, written, count
 
 
 def expand_pair(owner: str, name: str, value: object, least: int) -> tuple[int, int]:

@@ -340,11 +340,9 @@ class _Swap:
     def why_not(self, module: nn.Module, parent: nn.Module | None, part: bool) -> str | None:
         """Why a module that was not swapped is worth a line, or `None`."""
         path = _path_of(_class_of(module))
-        if path.startswith("insum_nn.") or _is_container(module):
-            return None
         if type(module) in (nn.Linear, nn.Conv2d):
             return "dense; name it in block_sparse= to prune it"
-        if part:
+        if part or path.startswith("insum_nn.") or _is_container(module):
             return None
         for kind in _class_of(module).__mro__[1:]:
             if kind in (nn.Linear, nn.Conv2d) or _path_of(kind) in CONVERTERS:
@@ -352,9 +350,8 @@ class _Swap:
         if isinstance(module, torch.jit.ScriptModule):
             return "compiled by TorchScript"
         # The model itself is no layer, unless it is all that there is.
-        inner = parent is not None or not module._modules
-        computes = inner and id(module) not in self.changed and _computes(module, path)
-        return "no counterpart" if computes or _holds_parameters(module) else None
+        apart = id(module) not in self.changed and (parent is not None or not module._modules)
+        return "no counterpart" if (apart and _computes(module, path)) or _holds_parameters(module) else None
 
     def why_not_prune(self, module: nn.Module, parent: nn.Module | None) -> str | None:
         if isinstance(parent, nn.TransformerEncoderLayer):
@@ -397,8 +394,7 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _holds_parameters(module: nn.Module) -> bool:
     lists = (nn.ParameterList, nn.ParameterDict)
     own = [module, *(child for child in module.children() if isinstance(child, lists))]
-    held = (parameter for part in own for parameter in part.parameters(recurse=False))
-    return not isinstance(module, lists) and next(held, None) is not None
+    return not isinstance(module, lists) and any([*part.parameters(recurse=False)] for part in own)
 
 
 def _computes(module: nn.Module, path: str) -> bool:

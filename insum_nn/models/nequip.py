@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -171,7 +172,8 @@ class NequIP(nn.Module):
                 got=len(shift),
             )
         self.cutoff = cutoff
-        self.lmax = lmax
+        # e3nn takes no integers of NumPy.
+        num_features, self.lmax = operator.index(num_features), operator.index(lmax)
         index = torch.full((max(numbers) + 1,), -1, dtype=torch.int64)
         index[numbers] = torch.arange(len(numbers))
         self.register_buffer("species_index", index)

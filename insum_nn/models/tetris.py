@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class TetrisClassifier(nn.Module):
         super().__init__()
         self.radius = radius
         edges = o3.Irreps.spherical_harmonics(lmax)
-        hidden = o3.Irreps([(num_features, (l, p)) for l in range(lmax + 1) for p in (1, -1)])
+        hidden = o3.Irreps([(operator.index(num_features), (l, p)) for l in range(lmax + 1) for p in (1, -1)])
         with plain_e3nn():
             self.harmonics = o3.SphericalHarmonics(edges, normalize=True, normalization="component")
             self.radial_basis = RadialBasis(radius, 4)

@@ -93,6 +93,7 @@ def block_linear(
         BlockGroupCOO    Y[n,Row[g],a] += W[g,q,a,b] * X[n,Col[g,q],b]
 
     `X` is the input with its leading dimensions flattened to n and its features cut into blocks, zeros beyond the edge.
+    Blocks of a single number have no axes `a` and `b`.
 
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5 (structured SpMM), with the dense operand
     transposed.
@@ -182,17 +183,21 @@ def _apply(
     # As the sum's initial value, the bias spares a pass over the output.
     starts = bias is not None and rows * a == m and x.dtype == weight.dtype == bias.dtype
     initial = bias if starts else None
+    single = a == b == 1
     if columns:
         result = BlockColumns(index["Row"], index["Col"], grid, options)(x, weight, initial)
     else:
-        named = {"W": weight, "X": x.reshape(x.shape[0], cols, b), **index}
+        named = {"W": weight, "X": x if single else x.reshape(x.shape[0], cols, b), **index}
+        if single:
+            named["W"] = weight.squeeze(-1).squeeze(-1)
         if initial is not None:
-            named["Y"] = initial.reshape(rows, a)
-        result = run(BLOCK_LINEAR[form], facts, named, options, (None, rows, a)).flatten(1)
+            named["Y"] = initial if single else initial.reshape(rows, a)
+        out_shape = (None, rows) if single else (None, rows, a)
+        result = run(_expression(form, single=single), facts, named, options, out_shape).flatten(1)
     if rows * a != m:
         result = result[:, :m]
     if bias is not None and initial is None:
-        result = result + bias.to(result.dtype)
+        result = result + bias.type_as(result)
     # Each view of a recorded tensor adds a node to the backward graph.
     return (result if input.ndim == 2 else result.reshape(*input.shape[:-1], m)).contiguous()
 
@@ -231,14 +236,22 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, ...], bias: Tensor |
     return faults.raise_all()
 
 
+def _expression(form: str, *, single: bool) -> str:
+    """Return the expression of a form; of blocks of a `single` number, a product with a plain sparse matrix."""
+    text = BLOCK_LINEAR[form]
+    return text.replace(",a,b]", "]").replace(",a]", "]").replace(",b]", "]") if single else text
+
+
 def block_linear_expression(weight: BlockFormat) -> str:
     """Return the expression that `block_linear` runs for a weight of this format.
 
     >>> block_linear_expression(BlockCOO.from_dense(torch.eye(2), block_shape=(1, 1)))
-    'Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]'
+    'Y[n,Row[p]] += W[p] * X[n,Col[p]]'
     """
     require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO), recommended=BlockGroupCOO)
-    return BLOCK_LINEAR["BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO"]
+    return _expression(
+        "BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO", single=weight.block_shape == (1, 1)
+    )
 
 
 def block_linear_statements(
@@ -254,7 +267,7 @@ def block_linear_statements(
     """
     grid = -(-shape[0] // weight.shape[1]), -(-shape[1] // weight.shape[2])
     many = form == "BlockCOO" and many_by_columns(weight, grid, options)
-    return (BLOCK_LINEAR[form], *((TRANSPOSED, COLUMNS["Y"]) if many else ()))
+    return (_expression(form, single=weight.shape[1:] == (1, 1)), *((TRANSPOSED, COLUMNS["Y"]) if many else ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ def pruned_conv2d(
     check_pruned_conv2d(input, weight, channels[0], bias, expression)
     named = {"I": input, "F": weight, **index}
     result = run(expression, PRUNED_CONV2D_FACTS, named, options, (None, channels[1], *output))
-    return result if bias is None else result + bias.to(result.dtype)[:, None, None]
+    return result if bias is None else result + bias.type_as(result)[:, None, None]
 
 
 def check_pruned_conv2d(input: Tensor, weight: Tensor, channels: int, bias: Tensor | None, expression: str) -> None:

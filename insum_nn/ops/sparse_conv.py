@@ -19,6 +19,7 @@ The table holds every pair of any map: at one offset an output has at most one i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
@@ -181,7 +182,7 @@ def _values(features: Tensor, weight: Tensor, groups: int, *, pointwise: bool) -
     features, weight = to_autocast(features), to_autocast(weight)
     outputs, inputs = weight.shape[0], weight.shape[-1]
     # (h, d, o, c) -> (o, h, c, d); one copy of the weights, so that a group's slice is read in one piece.
-    cells = weight.reshape(groups, outputs // groups, -1, inputs).permute(2, 0, 3, 1)
+    cells = weight.reshape(groups, outputs // groups, math.prod(weight.shape[1:-1]), inputs).permute(2, 0, 3, 1)
     if groups == 1:
         cells = cells.squeeze(1)
     if pointwise:
@@ -417,7 +418,7 @@ class _Conv(BoundSums):
 
     def result(self, requested: str, written: Tensor) -> Tensor:
         if requested == "W":
-            return written.reshape(-1, *self.kernel_map.geometry.kernel_size, written.shape[-1])
+            return written.flatten(0, -3).unflatten(1, self.kernel_map.geometry.kernel_size)
         return written if self.groups == 1 else written.flatten(1)
 
     def _with_axes(self, kind: Kind, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

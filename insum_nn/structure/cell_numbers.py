@@ -66,7 +66,7 @@ def starts_of_runs(keys: Tensor) -> Tensor:
 
 
 def assert_distinct(indices: Tensor, extents: Sequence[int]) -> None:
-    """Have the graph raise where a voxel lies outside of the grid, or stands twice."""
+    """Have the graph raise where a voxel lies outside of the grid, or occurs twice."""
     columns = indices.long().unbind(1)
     inside = indices.new_ones(indices.shape[0], dtype=torch.bool)
     for column, extent in zip(columns, extents, strict=True):

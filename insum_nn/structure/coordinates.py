@@ -178,7 +178,7 @@ class Coordinates:
         self._cache.pop("grid", None)
 
     def prove(self) -> Coordinates:
-        """Check every coordinate, and that no site stands twice; reads the device once.
+        """Check every coordinate, and that no site occurs twice; reads the device once.
 
         Under `torch.compile` one operator does, when the compiled code runs.
 
@@ -187,7 +187,7 @@ class Coordinates:
 
         Raises:
             InsumRangeError: a coordinate is negative or not below its extent.
-            InsumFormatError: a site stands twice.
+            InsumFormatError: a site occurs twice.
         """
         if torch.compiler.is_compiling():
             # What follows reads the operator's result, so that no part of it can go before the check, or without it.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError
 from insum_nn.tiles import tiles
@@ -18,6 +21,7 @@ __all__ = [
     "group_norms",
     "kept_count",
     "magnitude_mask",
+    "note_new_rows",
     "prune_and_regrow",
     "random_mask",
     "take_rows",
@@ -295,6 +299,37 @@ def carry_optimizer_state(optimizer: torch.optim.Optimizer, parameter: Tensor, s
         )
     for key, value in tensors.items():
         state[key] = take_rows(value, source)
+
+
+# Shapes that parameters had before their number of rows changed; see `note_new_rows`.
+_former_shapes = WeakTensorKeyDictionary()
+
+
+def note_new_rows(parameter: Tensor, former: torch.Size) -> None:
+    """Have optimizers raise before a step if they remember a parameter as it was: in the step, torch names no cause.
+
+    Args:
+        parameter: as it is now.
+        former: its shape before.
+    """
+    _former_shapes[parameter] = {former} | (_former_shapes.get(parameter) or set[torch.Size]())
+    _watch_steps()
+
+
+def _check_memory(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in _former_shapes):
+        former: set[torch.Size] = _former_shapes[parameter] - {parameter.shape}
+        memory = optimizer.state.get(parameter, {})
+        odd = {key: value.shape for key, value in memory.items() if getattr(value, "shape", None) in former}
+        if odd:
+            raise InsumFormatError(
+                f"{type(optimizer).__name__} remembers a pruned weight that has another number of places by now",
+                details=[f"{key}: shape {tuple(shape)}, weight {tuple(parameter.shape)}" for key, shape in odd.items()],
+                fix="build a new optimizer, load its state of the same checkpoint, or pass optimizer= to update_mask.",
+            )
+
+
+_watch_steps = cache(lambda: register_optimizer_step_pre_hook(_check_memory))
 
 
 def take_rows(rows: Tensor, source: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.structure.plain_tensors import plain_tensors
 from insum_nn.structure.transfers import constant
 
-__all__ = ["GridNumbers", "SiteGrid", "first_rows", "fits", "grid_numbers", "steps_of"]
+__all__ = ["GridNumbers", "SiteGrid", "fits", "grid_numbers", "steps_of"]
 
 # Cells of the largest grid (512 MiB), and the share of a GPU's memory that it may take.
 _MOST_CELLS = 1 << 27
@@ -64,7 +63,7 @@ class SiteGrid:
         device, numbers = indices.device, grid_numbers(spans, reach)
         if cells is None:
             cells = (indices * constant(numbers.steps, device)).sum(1).clamp_(0, numbers.last)
-        rows = first_rows(indices.shape[0], device)
+        rows = torch.arange(indices.shape[0], dtype=torch.int32, device=device)
         table = torch.full((numbers.lead + numbers.cells,), -1, dtype=torch.int32, device=device)
         table[numbers.lead :].scatter_(0, cells, rows)
         return cls(spans, reach, table, cells, rows)
@@ -123,20 +122,6 @@ def grid_numbers(spans: tuple[int, ...], reach: int) -> GridNumbers:
     steps, cells = steps_of(spans), math.prod(spans)
     margin = reach * sum(steps[1:])
     return GridNumbers(steps, cells, margin, cells - 1 - margin)
-
-
-_rows: dict[torch.device, Tensor] = {}
-
-
-def first_rows(count: int, device: torch.device) -> Tensor:
-    """Return (count,) int32: 0, 1, ..; a view of one that is kept for each device, not to be written to."""
-    rows = _rows.get(device)
-    if rows is None or rows.shape[0] < count:
-        with plain_tensors():
-            rows = torch.arange(1 << (count - 1).bit_length(), dtype=torch.int32, device=device)
-        if type(rows) is Tensor:
-            _rows[device] = rows
-    return rows[:count]
 
 
 @lru_cache(maxsize=64)

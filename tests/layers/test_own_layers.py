@@ -38,6 +38,16 @@ KINDS: dict[str, Kind] = {
     "RGCNConv": lambda package: package.RGCNConv(IN, OUT, RELATIONS),
     "GATConv": lambda package: package.GATConv(IN, OUT // HEADS, heads=HEADS),
 }
+# With arguments, as PyTorch Geometric's examples pass them.
+VARIANTS: dict[str, Kind] = {
+    "GraphConv, mean": lambda package: package.GraphConv(IN, OUT, aggr="mean"),
+    "GraphConv, no bias": lambda package: package.GraphConv(IN, OUT, "mean", False),
+    "RGCNConv, bases": lambda package: package.RGCNConv(IN, OUT, RELATIONS, num_bases=2),
+    "RGCNConv, nothing added": lambda package: package.RGCNConv(IN, OUT, RELATIONS, root_weight=False, bias=False),
+    "GATConv, mean of heads": lambda package: package.GATConv(IN, OUT, HEADS, False, 0.1),
+    "GATConv, edges as they are": lambda package: package.GATConv(IN, OUT, add_self_loops=False, bias=False),
+    "GATConv, dropout": lambda package: package.GATConv(IN, OUT, HEADS, dropout=0.6).eval(),
+}
 
 
 class Page:
@@ -62,7 +72,7 @@ def network() -> nn.Module:
 def inputs(name: str, graph: tuple[int, list[int], list[int]]) -> list[Tensor]:
     nodes, sources, targets = graph
     edges = torch.tensor([sources, targets], dtype=torch.int64)
-    more = [torch.arange(len(sources)) % RELATIONS] if name == "RGCNConv" else []
+    more = [torch.arange(len(sources)) % RELATIONS] if name.startswith("RGCNConv") else []
     return [torch.randn(nodes, IN), edges, *more]
 
 
@@ -84,12 +94,31 @@ def test_each_layer_is_short_and_of_public_names(name: str):
     assert not re.search(r"\._(?!_)", text)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", KINDS | VARIANTS)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_values_and_gradients_are_the_peer_s(page: Page, name: str, graph: str):
     peer = pytest.importorskip("torch_geometric.nn")
     torch.manual_seed(0)
-    check_layer(KINDS[name](page), KINDS[name](peer), inputs(name, GRAPHS[graph]), compiled=False)
+    make = (KINDS | VARIANTS)[name]
+    check_layer(make(page), make(peer), inputs(name, GRAPHS[graph]), compiled=False)
+
+
+def test_dropout_is_of_the_normalised_weights(page: Page):
+    """In the mean over many calls a weight is what it is without; a call has nothing of a dropped edge."""
+    torch.manual_seed(0)
+    layer = vars(page)["GATConv"](IN, OUT, dropout=0.5).double()
+    x, edges = inputs("GATConv", GRAPHS["one target"])
+    x = x.double()
+    many = torch.stack([layer(x, edges) for _ in range(2000)])
+    assert len(torch.unique(many[:, 0], dim=0)) == 2  # Its own edge alone: there or not.
+    torch.testing.assert_close(many.mean(0), layer.eval()(x, edges), rtol=0, atol=0.1)
+
+
+def test_arguments_that_are_not_taken_are_refused(page: Page):
+    with pytest.raises(TypeError, match="edge_dim"):
+        vars(page)["GATConv"](IN, OUT, edge_dim=3)
+    with pytest.raises(ValueError, match="'add' or 'mean'"):
+        vars(page)["GraphConv"](IN, OUT, "max")
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -29,6 +29,8 @@ SHAPES = [
     (5, 40, (8, 16), 0.6),
     (40, 5, (16, 8), 0.6),
     (1, 1, (1, 1), 1.0),
+    (7, 9, (1, 1), 0.4),
+    (5, 6, (1, 3), 0.5),
     (64, 96, (32, 32), 0.3),
     (130, 70, (128, 64), 0.5),
     (9, 7, (3, 2), 0.0),
@@ -191,7 +193,20 @@ def test_inductor():
     assert_matches(ours, x.double() @ weight.to_dense().T.double(), dtype=torch.float32, kind="sum")
 
 
+@pytest.mark.parametrize("density", [0.01, 0.5])
+def test_single_numbers_are_a_plain_sparse_matrix(density: float):
+    """The library multiplies by it as it is stored; a dense one would be made at each call."""
+    weight = block_weight((200, 150, (1, 1), density), torch.float32)
+    index = {part.name: part.tensor for part in weight.index_parts}
+    explained_call = explained(torch.randn(64, 150), weight.values, index, weight.shape)
+    assert str(explained_call.statement) == "Y[n,Row[p]] += W[p] * X[n,Col[p]]"
+    assert "library: CSR product" in str(explained_call)
+
+
 def test_expressions():
+    assert block_linear_expression(block_weight((4, 4, (1, 1), 1.0))) == "Y[n,Row[p]] += W[p] * X[n,Col[p]]"
+    grouped = block_weight((4, 4, (1, 1), 1.0), group=2)
+    assert block_linear_expression(grouped) == "Y[n,Row[g]] += W[g,q] * X[n,Col[g,q]]"
     assert block_linear_expression(block_weight(SHAPES[0])) == BLOCK_LINEAR["BlockCOO"]
     assert block_linear_expression(block_weight(SHAPES[0], group=2)) == BLOCK_LINEAR["BlockGroupCOO"]
 

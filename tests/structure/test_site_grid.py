@@ -148,3 +148,24 @@ def test_strided_maps_by_marks(monkeypatch):
             got = build_kernel_map(sites, how, by_table=True)
         assert torch.equal(got.out_indices, want.out_indices)
         assert torch.equal(got.neighbours, want.neighbours)
+
+
+def test_grids_share_no_memory(device):
+    """A stream would read what another has yet to write; only constants are kept, and waited for."""
+    sites = random_sites((40, 40, 40), 1, 5000, device=device).indices
+    spans, want = (1, 44, 44, 44), torch.arange(5000, dtype=torch.int32, device=device)
+    SiteGrid.build(sites[:3], spans, 4)
+    if device.type == "cpu":
+        first, second = (SiteGrid.build(sites, spans, 4) for _ in range(2))
+        assert first.rows.data_ptr() != second.rows.data_ptr()
+        return
+    torch.cuda.synchronize()
+    busy, free = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(1_000_000_000)
+        SiteGrid.build(sites, spans, 4)
+    with torch.cuda.stream(free):
+        found = SiteGrid.build(sites, spans, 4)
+        assert not busy.query()
+        assert torch.equal(found.rows, want)
+        assert not bool(found.repeats())

@@ -23,10 +23,12 @@ from insum_nn.ops.statements import in_a_graph
 from insum_nn.ops.tensor_product import TensorProductSpec, expressions
 
 try:
-    # e3nn has no types, so what comes from it is `Any`.
-    e3nn: Any = importlib.import_module("e3nn")
-    o3: Any = importlib.import_module("e3nn.o3")
-    e3nn_nn: Any = importlib.import_module("e3nn.nn")
+    # e3nn 0.4 loads its constants, slices among them, by `torch.load`, which takes no slices unless it is told so.
+    with torch.serialization.safe_globals([slice]):
+        # e3nn has no types, so what comes from it is `Any`.
+        e3nn: Any = importlib.import_module("e3nn")
+        o3: Any = importlib.import_module("e3nn.o3")
+        e3nn_nn: Any = importlib.import_module("e3nn.nn")
 except ImportError as error:
     raise MissingExtraError(
         "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
@@ -35,6 +37,7 @@ except ImportError as error:
 __all__ = [
     "E3NN_IN_GRAPHS",
     "ProductLayer",
+    "WeightedLayer",
     "adopt",
     "call_step",
     "e3nn",
@@ -91,6 +94,23 @@ class ProductLayer(StatementLayer):
 
     def _write_statements(self) -> None:
         raise NotImplementedError
+
+
+class WeightedLayer(ProductLayer):
+    """One with weights of its own, under e3nn's names."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights again, and write the constants; e3nn does so in the constructor."""
+        module = cast(Any, self)
+        module.weight.normal_()
+        if hasattr(module, "bias"):
+            module.bias.zero_()
+        module.output_mask.zero_()
+        columns = module.irreps_out.slices()
+        for path in module.instructions:
+            if path.path_weight != 0 and 0 not in path.path_shape:
+                module.output_mask[columns[path.i_out]] = 1
 
 
 def adopt(kind: type[M], module: Any, peer: Any) -> M:

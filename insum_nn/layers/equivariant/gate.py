@@ -55,7 +55,11 @@ class Gate(StatementLayer, e3nn_nn.Gate):
         *,
         options: Options = DEFAULT,
     ) -> None:
-        e3nn_nn.Gate.__init__(self, irreps_scalars, act_scalars, irreps_gates, act_gates, irreps_gated)
+        device = torch.get_default_device()
+        # e3nn normalises activations by numbers that it draws, which the meta device cannot.
+        with torch.device("cpu" if torch.empty(0).is_meta else device):
+            e3nn_nn.Gate.__init__(self, irreps_scalars, act_scalars, irreps_gates, act_gates, irreps_gated)
+        self.to(device)
         self.mul = TensorProduct.from_e3nn(self.mul, options=options)
         self._divide()
 

@@ -10,18 +10,19 @@ from torch import Tensor
 
 from insum_nn.compiler.api import LONG_SUM
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, ProductLayer, adopt, forward_of, o3, runs_directly
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, WeightedLayer, adopt, forward_of, o3, runs_directly
 from insum_nn.layers.equivariant.checks import check_choice
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.ops.tensor_product_spec import LAYOUTS
-from insum_nn.structure.irreps import Entry, Path, copies_outermost, entries_of
+from insum_nn.structure.irreps import Entry, Path, entries_of
+from insum_nn.structure.transfers import constant
 
 __all__ = ["Linear"]
 
 Irreps = Any
 
 
-class Linear(ProductLayer, o3.Linear):
+class Linear(WeightedLayer, o3.Linear):
     """Mix the copies of each irrep: `e3nn.o3.Linear`.
 
         Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p]] * W[L[p],u,w]
@@ -67,14 +68,10 @@ class Linear(ProductLayer, o3.Linear):
         check_choice("layout_in", layout_in, LAYOUTS)
         check_choice("layout_out", layout_out, LAYOUTS)
         self.layout_in, self.layout_out = layout_in, layout_out
-        # `Y` is this, expanded.
-        self.register_buffer("_one", self.output_mask.new_ones(1, 1), persistent=False)
-        # The columns' order, for e3nn's code where layouts differ.
-        self._turns_in, self._turns_out = layout_in != "mul_ir", layout_out != "mul_ir"
-        into = _columns(self.irreps_in) if self._turns_in else _columns(())
-        out = _columns(self.irreps_out).argsort() if self._turns_out else _columns(())
-        self.register_buffer("_into", into.to(self.output_mask.device), persistent=False)
-        self.register_buffer("_out_of", out.to(self.output_mask.device), persistent=False)
+        # Of entries that are in another order than e3nn's code reads and writes. TorchScript infers the type of a list
+        # from what is in it, so none is empty.
+        self._turned_in = [(0, 0), *((e.size, e.mul) for e in entries_of(self.irreps_in) if layout_in != "mul_ir")]
+        self._turned_out = [(0, 0), *((e.mul, e.size) for e in entries_of(self.irreps_out) if layout_out != "mul_ir")]
         self.options = options
 
     def _write_statements(self) -> None:
@@ -171,8 +168,7 @@ class Linear(ProductLayer, o3.Linear):
         wanted = (self.weight_numel,) if self.shared_weights else (rows, self.weight_numel)
         if w.shape != wanted or w.dtype != dtype or w.device != device or bool(self.bias_numel) != bool(b.numel()):
             return None
-        one = self._one if self._one.dtype == dtype and self._one.device == device else x.new_ones(1, 1)
-        z = checked_product(self._text, x, one.expand(rows, 1), w)
+        z = checked_product(self._text, x, constant((1,), device, dtype).expand(rows, 1), w)
         if self.bias_numel:
             z = z + self._placed(b)
         return z if features.dim() == 2 else z.reshape(*features.shape[:-1], self._dims[1])
@@ -207,12 +203,18 @@ class Linear(ProductLayer, o3.Linear):
             made = self._multiplied(features, weight, bias)
             if made is not None:
                 return made
-        if self._turns_in:
-            features = features.index_select(-1, self._into)
+        if len(self._turned_in) > 1:
+            features = _turned(features, self._turned_in)
         result = self.forward_of_e3nn(features, weight, bias)
-        return result.index_select(-1, self._out_of) if self._turns_out else result  # type: ignore[no-any-return]
+        return _turned(result, self._turned_out) if len(self._turned_out) > 1 else result
 
 
-def _columns(irreps: Irreps) -> Tensor:
-    """`copies_outermost` as a tensor."""
-    return torch.tensor(copies_outermost(entries_of(irreps)), dtype=torch.int64, device="cpu")
+def _turned(features: Tensor, entries: list[tuple[int, int]]) -> Tensor:
+    """Return features with the axes of each entry exchanged, by views, since constants would be a part of the state."""
+    pieces: list[Tensor] = []
+    start = 0
+    for rows, columns in entries:
+        piece = features.narrow(-1, start, rows * columns)
+        pieces.append(piece.unflatten(-1, (rows, columns)).transpose(-2, -1).flatten(-2))
+        start += rows * columns
+    return torch.cat(pieces, -1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import ProductLayer, adopt, e3nn, o3
+from insum_nn.layers.equivariant.adoption import WeightedLayer, adopt, e3nn, o3
 from insum_nn.layers.equivariant.checks import (
     InputError,
     check_choice,
@@ -42,7 +42,7 @@ Irreps = Any
 Instruction = o3._tensor_product._instruction.Instruction
 
 
-class TensorProduct(ProductLayer, o3.TensorProduct):
+class TensorProduct(WeightedLayer, o3.TensorProduct):
     """Tensor product of two representations along chosen paths: `e3nn.o3.TensorProduct`.
 
         Z[z,K[p,w]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,v]] * W[L[p],u,v,w]
@@ -161,16 +161,12 @@ class TensorProduct(ProductLayer, o3.TensorProduct):
         self.shared_weights = bool(shared)
         self.weight_numel = sum(path.numel for path in self._paths() if path.weighted)
         if internal and self.weight_numel > 0:
-            self.weight = torch.nn.Parameter(torch.randn(self.weight_numel))
+            self.weight = torch.nn.Parameter(torch.empty(self.weight_numel))
         else:
             # TorchScript wants the attribute in any case.
             self.register_buffer("weight", torch.tensor([]))
-        mask = torch.zeros(self.irreps_out.dim)
-        parts = self.irreps_out.slices()
-        for ins in self.instructions:
-            if ins.path_weight != 0 and 0 not in ins.path_shape:
-                mask[parts[ins.i_out]] = 1
-        self.register_buffer("output_mask", mask)
+        self.register_buffer("output_mask", torch.empty(self.irreps_out.dim))
+        self.reset_parameters()
 
     def _entries(self) -> tuple[tuple[Entry, ...], tuple[Entry, ...], tuple[Entry, ...]]:
         return entries_of(self.irreps_in1), entries_of(self.irreps_in2), entries_of(self.irreps_out)

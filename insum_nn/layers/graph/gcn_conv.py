@@ -108,8 +108,9 @@ class GCNConv(peer.GCNConv, StatementLayer):
     >>> layer = GCNConv(16, 32)
     >>> layer
     GCNConv(16, 32)
-    >>> layer.expression.splitlines()
-    ['Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]', 'Out[Row[p],n] += Val[p] * X[Col[p],n]']
+      Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]
+      for edge lists in graphs that torch records:
+        Out[Row[p],n] += Val[p] * X[Col[p],n]
     >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
     torch.Size([4, 32])
     """
@@ -149,6 +150,9 @@ class GCNConv(peer.GCNConv, StatementLayer):
         super().__init_subclass__(**kwargs)
         cls._makes_messages = any(getattr(cls, name) is not getattr(GCNConv, name) for name in _MESSAGE_METHODS[1:])
         cls._makes_messages |= "propagate" in cls.__dict__
+
+    def __repr__(self) -> str:
+        return self._shown(super().__repr__())
 
     def _statements(self) -> tuple[str, ...]:
         return (CARRY,)

@@ -13,10 +13,9 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, GroupSize
-from insum_nn.layers.extents import expand_pair
+from insum_nn.layers.extents import expand_pair, extent
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.block_linear import (
-    BLOCK_LINEAR,
     BLOCK_LINEAR_FACTS,
     block_linear_statements,
     block_linear_stored,
@@ -84,10 +83,10 @@ class BlockSparseLinear(PrunedModule):
             InsumFormatError: the density is not in (0, 1], `group_size` is below 1, or mask and density are given.
         """
         super().__init__(group_size, options)
-        self.in_features = _extent("in_features", in_features)
-        self.out_features = _extent("out_features", out_features)
+        self.in_features = extent("BlockSparseLinear", "in_features", in_features)
+        self.out_features = extent("BlockSparseLinear", "out_features", out_features)
         self.block_shape = expand_pair("BlockSparseLinear", "block_shape", block_shape, 1)
-        outputs = out_features if bias else None
+        outputs = self.out_features if bias else None
         self._store(self._choose_mask(mask, density), self.block_shape, outputs, device, dtype)
 
     @torch.no_grad()
@@ -185,14 +184,14 @@ class BlockSparseLinear(PrunedModule):
         return -(-self.out_features // self.block_shape[0]), -(-self.in_features // self.block_shape[1])
 
     @property
-    def dense_extents(self) -> tuple[int, ...]:
+    def dense_extents(self) -> tuple[int, int]:
         """(out_features, in_features)."""
         return self.out_features, self.in_features
 
     @property
     def matrix(self) -> BlockCOO:
         """The weight as a sparse matrix, (out_features, in_features), that shares the parameter."""
-        row, col = self._coordinates()
+        row, col = self._coordinates(self.position)
         facts = tuple(BLOCK_LINEAR_FACTS["BlockCOO"].values())
         shape = (self.out_features, self.in_features)
         return BlockCOO(shape, self.block_shape, row, col, self.weight, facts, coalesced=True)
@@ -206,18 +205,16 @@ class BlockSparseLinear(PrunedModule):
         factory: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         return self._copied_to(nn.Linear(self.in_features, self.out_features, self.bias is not None, **factory))
 
-    def _coordinates(self) -> tuple[Tensor, Tensor]:
+    def _coordinates(self, position: Tensor) -> tuple[Tensor, Tensor]:
         cols = max(self.grid_shape[1], 1)
-        position = self.position.to(torch.int32) if math.prod(self.grid_shape) < 1 << 31 else self.position
+        position = position.to(torch.int32) if math.prod(self.grid_shape) < 1 << 31 else position
         return position // cols, position % cols
 
-    def _make_index(self) -> dict[str, Tensor]:
-        size = self._chosen_size()
-        if size is None:
-            # A library's product takes single blocks, and a generated kernel walks the blocks of a row by itself.
-            size = 1
-        row, col = self._coordinates()
-        if size == 1:
+    def _make_index(self, position: Tensor) -> dict[str, Tensor]:
+        # A library's product takes single blocks, and a generated kernel walks the blocks of a row by itself.
+        size = 1 if self.group_size == "auto" else self.group_size
+        row, col = self._coordinates(position)
+        if size == 1 and type(size) is int:
             return {"Row": row, "Col": col}
         groups = self._groups(row, col, cast("tuple[int, int]", self.grid_shape), size)
         slot = torch.where(groups.col >= 0, groups.values, -1).to(groups.col.dtype)
@@ -242,12 +239,14 @@ class BlockSparseLinear(PrunedModule):
     # The map.
 
     def _statements(self) -> tuple[str, ...]:
-        return (BLOCK_LINEAR[self._form],)
+        return self._every_statement()[:1]
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
-        shape = (self.out_features, self.in_features)
-        _, *many = block_linear_statements(self._form, self.weight, shape, self.options)
-        return {"for many samples": tuple(many)} if many else {}
+        many = self._every_statement()[1:]
+        return {"for many samples": many} if many else {}
+
+    def _every_statement(self) -> tuple[str, ...]:
+        return block_linear_statements(self._form, self.weight, self.dense_extents, self.options)
 
     @property
     def _form(self) -> str:
@@ -280,15 +279,3 @@ class BlockSparseLinear(PrunedModule):
         parts += [f"block_shape={self.block_shape}, blocks={self.num_stored} of {total}"]
         parts += [f"group_size={self.group_size}"] if self.group_size != "auto" else []
         return ", ".join(parts)
-
-
-def _extent(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise InsumShapeError(
-        f"BlockSparseLinear: '{name}' is {value!r}",
-        details=["expected an integer of at least 0"],
-        fix=f"pass {name} as a number of features.",
-        argument=name,
-        got=value,
-    )

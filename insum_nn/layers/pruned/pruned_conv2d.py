@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import GroupSize
-from insum_nn.layers.extents import IntOrInts, expand_pair
+from insum_nn.layers.extents import IntOrInts, channels, expand_pair
 from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.ops.pruned_conv import (
     PRUNED_CONV2D_FACTS,
@@ -97,34 +97,17 @@ class PrunedConv2d(PrunedModule):
             InsumFormatError: an unknown padding; the density is not in (0, 1]; mask and density are given.
         """
         super().__init__(group_size, options)
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         owner = "PrunedConv2d"
+        self.in_channels, self.out_channels, self.groups = channels(owner, in_channels, out_channels, groups)
         self.kernel_size = expand_pair(owner, "kernel_size", kernel_size, 1)
         self.stride = expand_pair(owner, "stride", stride, 1)
         self.dilation = expand_pair(owner, "dilation", dilation, 1)
         self.padding: Pair | str = padding if isinstance(padding, str) else expand_pair(owner, "padding", padding, 0)
         self.padding_mode = padding_mode
         self._check()
-        self._store(self._choose_mask(mask, density), (), out_channels if bias else None, device, dtype)
+        self._store(self._choose_mask(mask, density), (), self.out_channels if bias else None, device, dtype)
 
     def _check(self) -> None:
-        channels = (self.in_channels, self.out_channels)
-        if self.groups < 1 or min(channels) < 0 or any(extent % self.groups for extent in channels):
-            raise InsumShapeError(
-                f"PrunedConv2d: 'groups' is {self.groups}, with {channels[0]} channels in and {channels[1]} out",
-                details=["expected a positive number that divides both"],
-                fix="choose groups that divide in_channels and out_channels.",
-                argument="groups",
-                got=self.groups,
-            )
-        if isinstance(self.padding, str) and self.padding not in ("same", "valid"):
-            raise InsumFormatError(
-                f"PrunedConv2d: 'padding' is {self.padding!r}",
-                details=["expected 'same', 'valid', or numbers"],
-                fix="pass one of these.",
-                argument="padding",
-                got=self.padding,
-            )
         if self.padding == "same" and self.stride != (1, 1):
             raise InsumFormatError(
                 f"PrunedConv2d: padding='same' with stride {self.stride} has no meaning",
@@ -132,14 +115,16 @@ class PrunedConv2d(PrunedModule):
                 argument="padding",
                 got=self.padding,
             )
-        if self.padding_mode not in _MODES:
-            raise InsumFormatError(
-                f"PrunedConv2d: 'padding_mode' is {self.padding_mode!r}",
-                details=[f"expected one of {', '.join(map(repr, _MODES))}"],
-                fix="pass one of these.",
-                argument="padding_mode",
-                got=self.padding_mode,
-            )
+        paddings = ("same", "valid", *([] if isinstance(self.padding, str) else [self.padding]))
+        for name, value, known in (("padding", self.padding, paddings), ("padding_mode", self.padding_mode, _MODES)):
+            if value not in known:
+                raise InsumFormatError(
+                    f"PrunedConv2d: '{name}' is {value!r}",
+                    details=[f"expected one of {', '.join(map(repr, known))}"],
+                    fix="pass one of these." if name == "padding_mode" else "pass one of these, or numbers.",
+                    argument=name,
+                    got=value,
+                )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -249,10 +234,10 @@ class PrunedConv2d(PrunedModule):
         )
         return self._copied_to(conv)
 
-    def _make_index(self) -> dict[str, Tensor]:
+    def _make_index(self, position: Tensor) -> dict[str, Tensor]:
         filters, inputs, rows, cols = self.grid_shape
         each = max(inputs * rows * cols, 1)
-        groups = self._groups(self.position // each, self.position % each, (filters, each), self._chosen_size())
+        groups = self._groups(position // each, position % each, (filters, each), self.group_size)
         used = groups.col >= 0
         place = groups.col.long()
         first = groups.row.long()[:, None] // max(filters // self.groups, 1) * inputs

@@ -31,7 +31,7 @@ class PrunedModule(PrunedWeight):
         Args:
             mask: bool, over the grid or over the dense weight.
             optimizer: holds the layer's weight; its momenta and moments follow the survivors. Left out, an optimizer
-                that has made a step fits the weight no longer.
+                that has made a step fits another number of places no longer, and says so at its next step.
 
         Raises:
             InsumDtypeError: the mask is not bool.
@@ -45,11 +45,10 @@ class PrunedModule(PrunedWeight):
             carry_optimizer_state(optimizer, self.weight, source)
         gradient = self.weight.grad
         self.weight.grad = None
-        self.weight.data = take_rows(self.weight.data, source)
+        self._replace_weight(take_rows(self.weight.data, source))
         if gradient is not None:
             self.weight.grad = take_rows(gradient, source)
-        self.position = chosen
-        self._build_index()
+        self._adopt_places(chosen)
 
     def _sources(self, chosen: Tensor) -> Tensor:
         """For each place its row in the weight as it is, or -1."""

@@ -6,17 +6,17 @@ the places in training. They are two classes so that each has one subject.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from insum_nn.compiler.options import Options, require_options
-from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import GroupCOO, GroupSize
 from insum_nn.layers.statement_layer import ExplainedLayer
-from insum_nn.structure.pruning import random_mask
+from insum_nn.structure.pruning import note_new_rows, random_mask
 from insum_nn.tensor_cache import unwritten
 
 __all__ = ["PrunedWeight"]
@@ -29,7 +29,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
     What is stored is a parameter like any other: gradients, optimizers and `state_dict` see the stored cells only.
     The places are the buffer `position`; loading a state of other places adopts them. Index tensors that follow from
-    `position` are buffers that are not saved.
+    `position` are buffers that are not saved. Places are chosen once: they outlast the meta device and `to_empty`.
 
     Attributes:
         weight: (p, ..) stored cells in ascending order of their place.
@@ -47,9 +47,11 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
     def __init__(self, group_size: GroupSize, options: Options) -> None:
         super().__init__()
-        self.group_size = group_size
+        self.group_size: GroupSize = group_size
         self.options = require_options(options)
         self._index_names: tuple[str, ...] = ()
+        # The places while `position` is on the meta device, where tensors have no values.
+        self._places: Tensor | None = None
 
     # Defined by subclasses.
 
@@ -75,8 +77,8 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         """Return the stored cells of a dense weight."""
         raise NotImplementedError
 
-    def _make_index(self) -> dict[str, Tensor]:
-        """Return the index tensors of the statement, from `position`."""
+    def _make_index(self, position: Tensor) -> dict[str, Tensor]:
+        """Return the index tensors of the statement for these places."""
         raise NotImplementedError
 
     def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
@@ -121,6 +123,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
         Raises:
             InsumDtypeError: not bool.
+            InsumDeviceError: on the meta device.
             InsumShapeError: neither of the grid's shape nor of the dense weight's.
         """
         caller = type(self).__name__
@@ -132,6 +135,9 @@ class PrunedWeight(ExplainedLayer, nn.Module):
                 expected=torch.bool,
                 got=mask.dtype,
             )
+        if mask.is_meta:
+            fault = f"{caller}: 'mask' is on the meta device, where tensors have no values"
+            raise InsumDeviceError(fault, fix="make the mask on another device, such as 'cpu'.", argument="mask")
         found = mask if tuple(mask.shape) == self.grid_shape else self._grid_mask(mask)
         if found is None:
             dense = tuple(int(extent) for extent in self.dense_extents)
@@ -152,7 +158,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         raise NotImplementedError
 
     def _choose_mask(self, mask: Tensor | None, density: float | None) -> Tensor:
-        """Return the mask of a new layer, on the CPU: as given, at random places, or full."""
+        """Return the mask of a new layer, on the CPU whatever torch's default device: given, at random, or full."""
         if mask is not None and density is not None:
             raise InsumFormatError(
                 f"{type(self).__name__} got both mask= and density=",
@@ -161,9 +167,10 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             )
         if mask is not None:
             return self.check_mask(mask).cpu()
-        if density is not None:
-            return random_mask(self.grid_shape, density)
-        return torch.ones(self.grid_shape, dtype=torch.bool)
+        with torch.device("cpu"):
+            if density is not None:
+                return random_mask(self.grid_shape, density)
+            return torch.ones(self.grid_shape, dtype=torch.bool)
 
     def _store(
         self,
@@ -175,12 +182,9 @@ class PrunedWeight(ExplainedLayer, nn.Module):
     ) -> None:
         """Make parameters and buffers for a mask on the CPU; without `outputs` there is no bias."""
         position = mask.reshape(-1).nonzero().squeeze(1)
-        self.register_buffer("position", position)
-        self.register_buffer("dense_shape", torch.tensor(self.dense_extents))
         target = torch.get_default_device() if device is None else torch.device(device)
-        self._build_index()
-        for name in ("position", "dense_shape", *self._index_names):
-            setattr(self, name, getattr(self, name).to(target))
+        self.register_buffer("position", position.to(target))
+        self._adopt_places(position)
         self.weight = nn.Parameter(torch.empty(position.shape[0], *cell, device=target, dtype=dtype))
         if outputs is None:
             self.register_parameter("bias", None)
@@ -217,33 +221,41 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             self.bias.requires_grad_(layer.bias.requires_grad)
         return self.train(layer.training)
 
-    def _build_index(self) -> None:
-        """Replace the buffers that follow from `position`."""
+    def _adopt_places(self, position: Tensor) -> None:
+        """Store at these places, and make what follows from them, on the device on which `position` is now."""
+        device, self._places = self.position.device, position.cpu() if self.position.is_meta else None
         for name in self._index_names:
             delattr(self, name)
-        index = self._make_index()
+        # A default device is no matter of what is computed here.
+        with position.device:
+            index = self._make_index(position)
+            shape = torch.tensor(self.dense_extents)
         self._index_names = tuple(index)
-        for name, tensor in index.items():
-            self.register_buffer(name, tensor, persistent=False)
-            unwritten(tensor)
+        for name, tensor in {"position": position, "dense_shape": shape, **index}.items():
+            moved = tensor.to(device)
+            self.register_buffer(name, moved, persistent=name not in index)
+            unwritten(moved)
 
-    def _groups(self, row: Tensor, col: Tensor, shape: tuple[int, int], size: int | None) -> GroupCOO:
+    def _replace_weight(self, data: Tensor) -> None:
+        former, self.weight.data = self.weight.shape, data
+        note_new_rows(self.weight, former)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As for all modules; but `to_empty` and the meta device, which drop values, leave the places as they are."""
+        places = self._places_with_values
+        super()._apply(fn, recurse)
+        if self.position is not places:
+            self._adopt_places(places)
+        return self
+
+    @property
+    def _places_with_values(self) -> Tensor:
+        return self._places if self._places is not None and self.position.is_meta else self.position
+
+    def _groups(self, row: Tensor, col: Tensor, shape: tuple[int, int], size: GroupSize) -> GroupCOO:
         """Return cells at (row, col) in groups that share their row; the values are the cells' numbers."""
         number = torch.arange(row.shape[0], device=row.device)
-        return GroupCOO.from_coo((row, col), number, shape, group_size="auto" if size is None else size)
-
-    def _chosen_size(self) -> int | None:
-        """Return the group size asked for; `None` for the rule."""
-        if self.group_size == "auto":
-            return None
-        if not isinstance(self.group_size, int) or isinstance(self.group_size, bool) or self.group_size < 1:
-            raise InsumFormatError(
-                f"group_size must be an integer of at least 1 or 'auto', got {self.group_size!r}",
-                fix="pass group_size='auto' to let the rule choose.",
-                argument="group_size",
-                got=self.group_size,
-            )
-        return self.group_size
+        return GroupCOO.from_coo((row, col), number, shape, group_size=size)
 
     # State.
 
@@ -258,17 +270,17 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load weight and places; a faulty state leaves the layer unchanged."""
-        keys = [prefix + key for key in ("weight", "position", "dense_shape")]
-        given = all(isinstance(state_dict.get(key), Tensor) for key in keys)
-        dense = state_dict.get(keys[0])
-        if isinstance(dense, Tensor) and keys[1] not in state_dict and tuple(dense.shape) == self.dense_extents:
+        names = ("weight", "position", "dense_shape")
+        given = {name: t for name in names if isinstance(t := state_dict.get(prefix + name), Tensor)}
+        weight, position, shape = (given.get(name, cast(Tensor, getattr(self, name))) for name in names)
+        places = self._places_with_values
+        if "weight" in given and "position" not in given and tuple(weight.shape) == self.dense_extents:
             error_msgs.append(
-                f"'{prefix}weight' is dense, {tuple(dense.shape)}; {type(self).__name__} stores chosen places only. "
+                f"'{prefix}weight' is dense, {tuple(weight.shape)}; {type(self).__name__} stores chosen places only. "
                 "Load it into the dense layer and convert that."
             )
             return
-        if given:
-            weight, position, shape = (state_dict[key] for key in keys)
+        if "position" in given:
             fault = self._state_fault(weight, position, shape)
             if fault is not None:
                 error_msgs.append(f"{type(self).__name__} '{prefix}': {fault}")
@@ -276,12 +288,12 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             if position.shape != self.position.shape:
                 self.position = self.position.new_empty(position.shape)
                 self.weight.grad = None
-                self.weight.data = self.weight.data.new_empty(weight.shape)
+                self._replace_weight(self.weight.data.new_empty(weight.shape))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if given and not self.position.is_meta:
-            self._build_index()
+        if "position" in given:
+            self._adopt_places(next(t for t in (self.position, position, places) if not t.is_meta))
 
     def _state_fault(self, weight: Tensor, position: Tensor, shape: Tensor) -> str | None:
         """Return why a state does not fit this layer, or `None`; positions are checked, since kernels rely on them."""
@@ -289,11 +301,12 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             return f"stored cells are {tuple(weight.shape[1:])}, the layer's are {tuple(self.weight.shape[1:])}"
         if weight.shape[0] != position.shape[0] or position.ndim != 1 or position.dtype != torch.int64:
             return f"weight {tuple(weight.shape)} and position {tuple(position.shape)} do not belong together"
-        if shape.is_meta or position.is_meta:
-            return None
-        extents = tuple(shape.tolist())
+        extents = self.dense_extents if shape.is_meta else tuple(shape.tolist())
         if extents != self.dense_extents:
             return f"the state is of a dense weight {extents}, the layer's is {self.dense_extents}"
+        if position.is_meta:
+            # The layer's own places serve, where there are as many.
+            return None if position.shape == self.position.shape else "its positions are on the meta device"
         total = torch.Size(self.grid_shape).numel()
         if position.numel() and not bool(
             ((position[1:] > position[:-1]).all() & (position[0] >= 0) & (position[-1] < total)).item()

@@ -65,7 +65,7 @@ class _Stored:
 
         Raises:
             InsumRangeError: a pair or a voxel points outside.
-            InsumFormatError: a voxel stands twice, or a pair breaks a map's laws.
+            InsumFormatError: a voxel occurs twice, or a pair breaks a map's laws.
         """
         kernel, dilation = tuple(self.ksize), tuple(self.dilation)
         zeros = (0,) * len(kernel)
@@ -189,7 +189,7 @@ def expand_nd(ndim: int, val: Any) -> list[int]:
 
 
 def scatter_nd(indices: Tensor, updates: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros of `shape` with `updates` at `indices`; where an index stands twice, one of its updates.
+    """Zeros of `shape` with `updates` at `indices`; where an index occurs twice, one of its updates.
 
     Args:
         indices: (.., k) int64.

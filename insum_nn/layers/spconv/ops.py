@@ -118,7 +118,7 @@ def get_indice_pairs(
 
     Raises:
         InsumRangeError: a voxel lies outside the grid.
-        InsumFormatError: a voxel stands twice.
+        InsumFormatError: a voxel occurs twice.
     """
     moves = (ksize, stride, padding, dilation, out_padding, subm, transpose)
     found = _map_of(indices, batch_size, spatial_shape, *moves)
@@ -175,7 +175,7 @@ def get_indice_pairs_implicit_gemm(
 
     Raises:
         InsumRangeError: a voxel lies outside the grid.
-        InsumFormatError: a voxel stands twice.
+        InsumFormatError: a voxel occurs twice.
     """
     moves = (ksize, stride, padding, dilation, out_padding, subm, transpose)
     found = _map_of(indices, batch_size, spatial_shape, *moves)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
-from insum_nn.layers.extents import IntOrInts, expand_nd
+from insum_nn.layers.extents import IntOrInts, expand_nd, extent
 from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
 from insum_nn.ops.sparse_conv import VOXEL_FACTS
@@ -145,7 +145,7 @@ class MapLayer:
     ) -> None:
         """Check and keep the arguments; `limit`: cells above which spconv's layers have pairs in lists."""
         owner = type(self).__name__
-        self.ndim = ndim
+        self.ndim = ndim = extent(owner, "ndim", ndim, 1)
         self.kernel_size = expand_nd(owner, "kernel_size", ndim, kernel_size, 1)
         self.stride = expand_nd(owner, "stride", ndim, stride, 1)
         self.padding = expand_nd(owner, "padding", ndim, padding, 0)
@@ -156,6 +156,12 @@ class MapLayer:
     def get_max_num_voxels(self) -> Tensor | None:
         """Return the largest number of output voxels seen, with `record_voxel_count`."""
         return getattr(self, VOXEL_COUNT, None)
+
+    def reset_parameters(self) -> None:
+        """Forget what was counted."""
+        count = self.get_max_num_voxels()
+        if count is not None:
+            count.zero_()
 
     def _record_voxels(self, voxels: int) -> None:
         count = self.get_max_num_voxels()
@@ -176,7 +182,7 @@ class MapLayer:
         """Return the map that the layer uses on a tensor: stored under its key where it is its own, or built now.
 
         Raises:
-            InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel stands twice.
+            InsumFormatError: what is stored is of another kernel or of other voxels, or a voxel occurs twice.
             InsumRangeError: a voxel lies outside the grid.
             InsumShapeError: the grid has not the layer's dimensions, or the output's would be empty.
         """

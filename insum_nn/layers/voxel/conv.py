@@ -83,6 +83,7 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
 
     def reset_parameters(self) -> None:
         """Draw weight and bias uniformly within one over the root of the fan-in, as torch's convolutions do."""
+        super().reset_parameters()
         fan_in = self.in_channels // self.groups * math.prod(self.kernel_size)
         bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
         with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError
-from insum_nn.layers.extents import IntOrInts, expand_nd
+from insum_nn.layers.extents import IntOrInts, channels, expand_nd
 from insum_nn.layers.voxel.base import MapLayer, map_differences, store_map, stored_map
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import sparse_conv
@@ -144,10 +144,8 @@ class SparseConvolutionBase(MapLayer):
         """
         owner = type(self).__name__
         self._set_kernel(ndim, kernel_size, stride, padding, dilation, algo, 128 if large_kernel_fast_algo else 32)
-        self.output_padding = expand_nd(owner, "output_padding", ndim, output_padding, 0)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.groups = groups
+        self.output_padding = expand_nd(owner, "output_padding", self.ndim, output_padding, 0)
+        self.in_channels, self.out_channels, self.groups = channels(owner, in_channels, out_channels, groups)
         self.subm = subm
         self.transposed = transposed
         self.inverse = inverse
@@ -159,10 +157,9 @@ class SparseConvolutionBase(MapLayer):
         self.options = require_options(options)
         if fp32_accum is False:
             self.options = replace(options, accumulate="storage")
-        _check_channels(owner, in_channels, out_channels, groups)
         self.geometry = self._make_geometry(owner, anchor)
         self.conv1x1 = self.geometry.is_pointwise and not inverse
-        self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
+        self.weight_shape = [self.out_channels, *self.kernel_size, self.in_channels // self.groups]
         self._make_parameters(bias, name, device, dtype)
 
     def _make_parameters(
@@ -343,18 +340,7 @@ class SparseConvolutionBase(MapLayer):
 
 def _traced_pointwise(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
     """Return a kernel of one cell in operators that `torch.jit.trace` records and its files can hold."""
-    cells = weight.reshape(groups, -1, weight.shape[-1])
+    cells = weight.reshape(groups, weight.shape[0] // groups, weight.shape[-1])
     parts = [part @ cell.T for part, cell in zip(features.chunk(groups, 1), cells.unbind(0), strict=True)]
     total = torch.cat(parts, dim=1)
     return total if bias is None else total + bias
-
-
-def _check_channels(owner: str, in_channels: int, out_channels: int, groups: int) -> None:
-    if groups < 1 or in_channels % groups or out_channels % groups:
-        raise InsumShapeError(
-            f"{owner}: 'groups' is {groups}, with {in_channels} channels in and {out_channels} out",
-            details=["expected a positive number that divides both"],
-            fix="choose groups that divide in_channels and out_channels.",
-            argument="groups",
-            got=groups,
-        )

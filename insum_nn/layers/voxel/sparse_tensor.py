@@ -164,7 +164,7 @@ class SparseConvTensor:
         Raises:
             InsumShapeError: there are not as many voxels as features.
             InsumRangeError: a voxel lies outside the grid.
-            InsumFormatError: a voxel stands twice.
+            InsumFormatError: a voxel occurs twice.
         """
         self.check_rows()
         check_untraced()
@@ -180,7 +180,7 @@ class SparseConvTensor:
 
         Raises:
             InsumRangeError: a voxel lies outside the grid.
-            InsumFormatError: a voxel stands twice.
+            InsumFormatError: a voxel occurs twice.
             InsumShapeError: the output's grid would be empty, or there are not as many voxels as features.
         """
         self.check_rows()
@@ -317,7 +317,7 @@ class SparseConvTensor:
 
         Raises:
             InsumRangeError: a voxel lies outside the grid.
-            InsumFormatError: a voxel stands twice.
+            InsumFormatError: a voxel occurs twice.
         """
         grid = sparse_to_dense(self._features, self.coordinates())
         return grid.movedim(-1, 1).contiguous() if channels_first else grid

@@ -72,7 +72,7 @@ def build_kernel_map(
 
     Raises:
         InsumRangeError: a voxel lies outside the grid.
-        InsumFormatError: a voxel stands twice.
+        InsumFormatError: a voxel occurs twice.
         InsumShapeError: the output's spatial shape is empty.
     """
     shape = output_shape(inputs.spatial_shape, geometry)

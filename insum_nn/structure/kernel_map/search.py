@@ -22,7 +22,7 @@ from torch import Tensor
 
 from insum_nn.structure.coordinates import Coordinates, SiteKeys, spans_of
 from insum_nn.structure.kernel_map.geometry import Geometry
-from insum_nn.structure.site_grid import first_rows, fits, steps_of
+from insum_nn.structure.site_grid import fits, steps_of
 from insum_nn.structure.transfers import constant
 
 __all__ = ["Neighbours", "reached_neighbours", "submanifold_neighbours"]
@@ -248,7 +248,8 @@ def _marked(found: _Codes, cells: int) -> _Numbered:
 
 def _rows_of(code: Tensor) -> Tensor:
     """int32: the voxel of each candidate."""
-    return first_rows(code.shape[1], code.device).expand(code.shape).reshape(-1)
+    rows = torch.arange(code.shape[1], dtype=torch.int32, device=code.device)
+    return rows.expand(code.shape).reshape(-1)
 
 
 def _sorted(found: _Codes, cells: int) -> _Numbered:

@@ -27,7 +27,6 @@ from insum_nn.structure.kernel_map.device_kernels import (
 )
 from insum_nn.structure.kernel_map.mask_bits import MASK_BITS, compared_offsets
 from insum_nn.structure.kernel_map.traced import groups_in_graph
-from insum_nn.structure.site_grid import first_rows
 from insum_nn.structure.transfers import constant
 
 __all__ = [
@@ -316,7 +315,8 @@ class NeighbourTable:
             return found
         # What is missing is written past the inputs, to many cells, as many writes to one cell would wait in line: -1
         # modulo the number of a spare cell is the cell before it. All other entries are less, and stay.
-        spare = first_rows(near.shape[1], device).bitwise_and(constant((_SPARE - 1,), device)).add_(inputs + 1)
+        columns = torch.arange(near.shape[1], dtype=torch.int32, device=device)
+        spare = columns.bitwise_and(constant((_SPARE - 1,), device)).add_(inputs + 1)
         table = torch.full((near.shape[0], inputs + _SPARE), -1, dtype=torch.int32, device=device)
         return table.scatter_(1, near.remainder(spare), order.expand(near.shape))[:, :inputs]
 

@@ -3,11 +3,13 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import os
 import pickle
 import random
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -375,6 +377,30 @@ def test_another_default_device():
     with torch.device("meta"):
         z = module(*inputs)
     assert torch.equal(z, module(*inputs))
+
+
+def test_constants_of_an_old_e3nn_are_loaded(tmp_path: Path):
+    """e3nn 0.4 loads a file with slices, which torch takes only where it is told so."""
+    package = tmp_path / "e3nn"
+    package.mkdir()
+    torch.save((torch.ones(2), slice(0, 3)), package / "constants.pt")
+    for name, text in {
+        "__init__": "",
+        "nn": "",
+        "o3": f"import torch\ntorch.load({str(package / 'constants.pt')!r})",
+    }.items():
+        (package / f"{name}.py").write_text(text)
+    code = "import torch; from insum_nn.layers.equivariant.adoption import o3\n"
+    code += "print(o3.__file__, slice in torch.serialization.get_safe_globals())"
+    paths = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
+    told = {"PYTHONPATH": paths, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | told, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(package / "o3.py"), "False"], (
+        "slices are taken while e3nn is imported, and no longer"
+    )
 
 
 def test_without_e3nn_the_error_names_the_extra():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -527,9 +529,7 @@ def test_bad_features():
     with pytest.raises(InsumShapeError) as caught:
         BlockSparseLinear(-1, 64)
     assert str(caught.value) == (
-        "BlockSparseLinear: 'in_features' is -1\n"
-        "  expected an integer of at least 0\n"
-        "  fix: pass in_features as a number of features."
+        "BlockSparseLinear: 'in_features' is -1\n  expected an integer of at least 0\n  fix: pass one integer."
     )
     with pytest.raises(InsumShapeError, match="'input' has 95 features, the weight reads 96"):
         BlockSparseLinear(96, 64)(torch.randn(2, 95))
@@ -587,3 +587,55 @@ def test_data_parallel(tmp_path):
     for key, value in model.state_dict().items():
         assert torch.equal(states[0][key], states[1][key]), key
         assert torch.allclose(states[0][key].double(), value.double(), rtol=1e-10), key
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "Adam": lambda weights: torch.optim.Adam(weights),
+    "Adam, one by one": lambda weights: torch.optim.Adam(weights, foreach=False),
+    "momentum": lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("how", ["load_state_dict", "update_mask"])
+def test_an_optimizer_that_remembers_other_places(build: Any, how: str):
+    """It says so; a new one trains the weight, and one whose state is loaded too goes on."""
+    layer, more = make(density=0.3), make(density=0.8)
+    optimizer = build(layer.parameters())
+    before, rows = copy.deepcopy(layer.state_dict()), layer.num_stored
+    x = torch.randn(3, 70, dtype=torch.float64)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        layer(x).square().sum().backward()
+        optimizer.step()
+
+    step(optimizer)
+    memory = copy.deepcopy(optimizer.state_dict())
+    if how == "load_state_dict":
+        layer.load_state_dict(more.state_dict())
+    else:
+        layer.update_mask(more.mask)
+    weight = layer.weight.detach().clone()
+    with pytest.raises(InsumFormatError) as caught:
+        step(optimizer)
+    name = type(optimizer).__name__
+    assert str(caught.value).startswith(f"{name} remembers a pruned weight that has another number of places by now\n")
+    assert f": shape ({rows}, 32, 16), weight ({more.num_stored}, 32, 16)\n" in str(caught.value)
+    assert "fix: build a new optimizer, load its state of the same checkpoint" in str(caught.value)
+    assert torch.equal(layer.weight, weight), "nothing is trained in part"
+    step(build(layer.parameters()))
+    assert not torch.equal(layer.weight, weight)
+    layer.load_state_dict(before)
+    optimizer.load_state_dict(memory)
+    step(optimizer)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.array])
+def test_sizes_of_numpy(number):
+    sizes = {"block_shape": number(16), "group_size": number(2)}
+    layer = BlockSparseLinear(number(70), number(33), **sizes)
+    plain = BlockSparseLinear(70, 33, block_shape=16, group_size=2)
+    layer.load_state_dict(plain.state_dict())
+    assert (type(layer.in_features), type(layer.out_features)) == (int, int)
+    x = torch.randn(3, 70)
+    assert torch.equal(layer(x), plain(x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -336,3 +337,22 @@ def test_bad_inputs():
         layer(torch.randn(1, 6, 7, 7))
     with pytest.raises(InsumDeviceError, match="'weight' is on cpu, 'input' on meta"):
         layer(torch.randn(1, 6, 7, 7, dtype=torch.float64, device="meta"))
+
+
+@pytest.mark.parametrize("number", [np.int64, np.array])
+def test_sizes_of_numpy(number):
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "group_size")
+    values = dict(zip(names, (6, 12, 3, 2, 1, 2, 2, 4), strict=True))
+    layer = PrunedConv2d(**{name: number(value) for name, value in values.items()})
+    plain = PrunedConv2d(**values)
+    layer.load_state_dict(plain.state_dict())
+    assert type(layer.groups) is int
+    x = torch.randn(2, 6, 7, 8)
+    assert torch.equal(layer(x), plain(x))
+
+
+@pytest.mark.parametrize("channels", [(0, 6), (4, 0)], ids=str)
+def test_no_channels(channels):
+    layer = PrunedConv2d(*channels, 3)
+    y = layer(torch.randn(2, channels[0], 5, 5))
+    assert torch.equal(y, layer.bias[:, None, None].expand(2, -1, 3, 3))

@@ -7,6 +7,7 @@ import pickle
 from collections import OrderedDict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from insum_nn.layers.voxel.conv import (
     SubMConv2d,
     SubMConv3d,
 )
+from insum_nn.layers.voxel.pool import SparseAvgPool3d, SparseGlobalMaxPool, SparseMaxPool3d
 from insum_nn.layers.voxel.sequential import SparseBatchNorm, SparseModule, SparseSequential
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import SPARSE_CONV, SPARSE_CONV_GROUPS, SPARSE_CONV_POINTWISE
@@ -69,6 +71,54 @@ def test_every_kind_and_dimension_equals_dense(ndim, kind, arguments, device):
     assert y.batch_size == x.batch_size
     if layer.bias is None:
         torch.testing.assert_close(y.dense().cpu() if kind != "SubMConv" else dense, dense)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kernel_size", [1, 3])
+@pytest.mark.parametrize("channels", [(0, 6), (4, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", [SubMConv3d, SparseConv3d, SparseConvTranspose3d])
+def test_no_channels(kind, groups, channels, kernel_size, bias, device):
+    """A sum over no channels is the bias, as in `nn.Linear`; every gradient is there."""
+    layer = kind(*channels, kernel_size, groups=groups, bias=bias, device=device)
+    x = cloud(channels=channels[0], dtype=torch.float32, device=device)
+    rows = x.features.clone().requires_grad_()
+    y = layer(x.replace_feature(rows))
+    assert y.features.shape == (y.indices.shape[0], channels[1])
+    want = layer.bias.expand_as(y.features) if bias else torch.zeros_like(y.features)
+    assert torch.equal(y.features, want)
+    given = torch.randn_like(y.features)
+    y.features.backward(given)
+    for each in (rows, layer.weight):
+        assert torch.equal(each.grad, torch.zeros_like(each))
+    if bias:
+        torch.testing.assert_close(layer.bias.grad, given.sum(0))
+
+
+def test_no_channels_of_an_inverse_and_of_pools(device):
+    x = cloud(dtype=torch.float32, device=device)
+    down, up = SparseConv3d(4, 0, 2, 2, indice_key="d", device=device), SparseInverseConv3d(0, 3, 2, "d", device=device)
+    y = up(SparseMaxPool3d(1)(down(x)))
+    assert torch.equal(y.indices, x.indices)
+    assert torch.equal(y.features, up.bias.expand(x.indices.shape[0], -1))
+    assert SparseAvgPool3d(2)(down(x)).dense().shape[1] == SparseGlobalMaxPool()(down(x)).shape[1] == 0
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int32, np.uint8, np.array, torch.tensor])
+@pytest.mark.parametrize("kind", [SubMConv3d, SparseConv3d, SparseConvTranspose3d])
+def test_sizes_of_numpy(kind, number):
+    """As in `nn.Conv3d`, for all arguments that are integers; arrays are one for each axis."""
+    plain = kind(4, 6, 3, stride=1, padding=1, dilation=2, groups=2, dtype=torch.float64)
+    sizes, x = {"stride": number(1), "padding": number(1), "dilation": number(2), "groups": number(2)}, cloud()
+    for kernel_size in (number(3), np.array([3, 3, 3])):
+        layer = kind(number(4), number(6), kernel_size, **sizes, dtype=torch.float64)
+        assert repr(layer) == repr(plain)
+        layer.load_state_dict(plain.state_dict())
+        assert torch.equal(layer(x).features, plain(x).features)
+    same = SparseConvTensor(x.features, x.indices, np.array([6, 5, 7]), number(2))
+    pooled = SparseMaxPool3d(number(2), number(2))(same)
+    assert torch.equal(pooled.features, SparseMaxPool3d(2, 2)(x).features)
+    assert repr(kinds.SparseConvolution(number(3), 4, 6, number(3))) == repr(kinds.SparseConvolution(3, 4, 6, 3))
 
 
 def test_four_dimensional_transpose_is_the_adjoint():
@@ -425,6 +475,12 @@ class TestBadInput:
             (lambda: SparseConv3d(4, 4, 3, padding=-1), "'padding' is -1"),
             (lambda: SparseConv3d(4, 6, 3, groups=4), "'groups' is 4, with 4 channels in and 6 out"),
             (lambda: SparseConv3d(4, 4, 3, groups=0), "'groups' is 0"),
+            (lambda: SubMConv3d(-4, 4, 3), "SubMConv3d: 'in_channels' is -4\n  expected an integer of at least 0"),
+            (lambda: SparseConv3d(4, 4.0, 3), "'out_channels' is 4.0"),
+            (lambda: SparseConv3d(4, 4, 3, groups=2.0), "'groups' is 2.0"),
+            (lambda: SubMConv3d(4, 4, "3"), "'kernel_size' is '3'"),
+            (lambda: SubMConv3d(4, 4, [3, 3, float("nan")]), r"'kernel_size' is \[3, 3, nan\]"),
+            (lambda: SubMConv3d(4, 4, np.float64(3)), "'kernel_size' is np.float64"),
         ],
     )
     def test_arguments(self, make, text):

@@ -22,13 +22,13 @@ from tests.pretended_gpu import pretended_gpu
 
 # Launches: of the map of proven voxels, and of others in a grid that the kernel does not fill; of the inverse's table.
 KINDS = {
-    "subm": (geometry("subm", (3, 3, 3)), 13, 17, 1),
-    "subm, even": (geometry("subm", (2, 2, 2)), 13, 17, 11),
-    "subm, large": (geometry("subm", (5, 5, 5)), 14, 18, 1),
-    "tiled": (geometry("conv", (2, 2, 2), 2), 28, 45, 11),
-    "tiled, not to the end": (geometry("conv", (3, 3, 3), 3), 34, 45, 11),
-    "overlapping": (geometry("conv", (3, 3, 3), 2, 1), 40, 52, 11),
-    "transposed": (geometry("transpose", (2, 2, 2), 2), 28, 41, 12),
+    "subm": (geometry("subm", (3, 3, 3)), 13, 18, 1),
+    "subm, even": (geometry("subm", (2, 2, 2)), 13, 18, 12),
+    "subm, large": (geometry("subm", (5, 5, 5)), 14, 19, 1),
+    "tiled": (geometry("conv", (2, 2, 2), 2), 29, 46, 12),
+    "tiled, not to the end": (geometry("conv", (3, 3, 3), 3), 35, 46, 12),
+    "overlapping": (geometry("conv", (3, 3, 3), 2, 1), 41, 53, 12),
+    "transposed": (geometry("transpose", (2, 2, 2), 2), 29, 42, 13),
 }
 
 
