@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, Store, conjuncts, walk
-from insum_nn.compiler.passes.gather_writes import coefficient, indices_in
-from insum_nn.compiler.passes.group_entries import factors_of_value
+from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
+from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
+from insum_nn.compiler.passes.cpu.written_cells import WrittenCells
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
-from insum_nn.compiler.passes.written_cells import WrittenCells
 from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["Placement", "extent_of", "place_lanes", "steps_of"]
