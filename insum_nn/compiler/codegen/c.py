@@ -89,7 +89,8 @@ def translation_unit(kernels: Sequence[CKernel], entry: str) -> str:
     """Return the text of kernels and of one function that calls them in order.
 
     `entry` takes the pointers of all kernels, each once, in the order in which they are met, then their numbers,
-    likewise, as `long`. It returns 0, or 1 if a kernel got no memory.
+    likewise, as `long`. It returns 0, or 1 if a kernel got no memory. Arguments go by place, so a caller may first
+    give pointers and numbers of its kernels other names (`dataclasses.replace`), as those of a graph's tensors.
     """
     pieces = dict.fromkeys(piece for kernel in kernels for piece in kernel.prelude.split(PIECES))
     pointers = dict.fromkeys(pointer for kernel in kernels for pointer in kernel.pointers)
