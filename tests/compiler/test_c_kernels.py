@@ -104,13 +104,13 @@ def _statements() -> Iterator[Given[str]]:
     yield (
         "wide relations",
         "Y[D[e],o] += X[S[e],c] * W[T[e],c,o]",
-        {"X": n(6, 16), "W": n(4, 16, 32), "D": entries(7, 29), "S": entries(6, 29), "T": entries(4, 29)},
+        {"X": n(6, 16), "W": n(2, 16, 32), "D": entries(7, 11), "S": entries(6, 11), "T": entries(2, 11)},
         {"out_shape": (7, None), "fixed": "co"},
     )
     yield (
         "wide table",
         "dW[k,c,d] += Y[i,d] * X[N[i,k],c]",
-        {"X": n(13, 16), "Y": n(13, 32), "N": entries(13, 13, 3, missing=True)},
+        {"X": n(7, 16), "Y": n(7, 32), "N": entries(7, 7, 2, missing=True)},
         {"fixed": "kcd", "drop_outside": True},
     )
     yield (

@@ -205,7 +205,9 @@ class Helpers:
 
     def function(self, name: str, result: str, arguments: str, body: str) -> str:
         """Define a function once, and return its name."""
-        self.add(f"INSUM_INLINE {result} {name}({arguments}) {{ {body} }}")
+        # Lanes that are apart are read one by one, which takes longer to compile many times than to call.
+        kind = "static __attribute__((noinline, unused))" if "long s" in arguments else "INSUM_INLINE"
+        self.add(f"{kind} {result} {name}({arguments}) {{ {body} }}")
         return name
 
     # Reads.
