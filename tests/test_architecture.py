@@ -85,6 +85,8 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("schedule.tune", "forms"): "measures the candidates of a Form, which it builds itself",
     ("schedule.tune", "kernels"): "a candidate is measured with the row partition that it asks for",
     ("schedule.database", "kernels.machine_code"): "an entry names the version of Triton that it was measured with",
+    ("codegen.c", "passes"): "places the loops that it prints; the placement has no other reader",
+    ("codegen.c_values", "passes"): "likewise: what is known where follows from the placement",
     ("codegen.aten", "runtime.library.library_calls"): "the graph calls this function by name",
     ("codegen.aten_read", "runtime.library.library_calls"): "the graph calls this function by name",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",

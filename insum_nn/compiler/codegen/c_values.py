@@ -1,357 +1,393 @@
-"""The numbers of generated C: how each dtype is read, computed with and written, alone and in vectors.
-
-Vectors are those of GNU C, which gcc and clang compile for any processor: the lanes of a sum are apart in the text, so
-that no flag has to allow another order. What a function needs stands before it in pieces, each of which names what it
-defines; equal pieces are printed once in a translation unit.
-"""
+"""What generated C reads, asks and addresses: each value has a name in the outermost loop in which it is known."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
-from insum_nn.compiler.lang.combining import COMBINING
-from insum_nn.dtypes import Dtype, dtype_of
+from insum_nn.compiler.codegen.c_prelude import Helpers
+from insum_nn.compiler.ir.build import INITIAL
+from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.nodes import (
+    Buffer,
+    Cast,
+    Const,
+    Expr,
+    Index,
+    Load,
+    Loop,
+    Node,
+    Op,
+    Size,
+    Store,
+    conjuncts,
+    walk,
+)
+from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
+from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
+from insum_nn.compiler.passes.cpu.lower import Lowered
+from insum_nn.compiler.passes.cpu.place_lanes import extent_of, place_lanes, steps_of
+from insum_nn.compiler.passes.own_rows import ENTRY, ROW
+from insum_nn.dtypes import dtype_of
 
-__all__ = ["PIECES", "Helpers", "Number", "literal", "number_of"]
+__all__ = ["NotInC", "Pieces", "Range", "Slot", "Values", "is_index"]
 
-# What separates the pieces of a prelude.
-PIECES = "\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A dtype in C.
-
-    Attributes:
-        stored: the type in memory.
-        number: the type that is computed with; integers are unsigned, whose sums may wrap.
-        tag: the name of vectors of `number`.
-        mask: the type of the lanes of a comparison of such vectors.
-        bytes: of `number`.
-    """
-
-    stored: str
-    number: str
-    tag: str
-    mask: str
-    bytes: int
-
-
-_NUMBERS = {
-    "float32": Number("float", "float", "f32", "int", 4),
-    "float64": Number("double", "double", "f64", "long long", 8),
-    "float16": Number("unsigned short", "float", "f32", "int", 4),
-    "bfloat16": Number("unsigned short", "float", "f32", "int", 4),
-    "int8": Number("signed char", "unsigned", "u32", "int", 4),
-    "uint8": Number("unsigned char", "unsigned", "u32", "int", 4),
-    "int16": Number("short", "unsigned", "u32", "int", 4),
-    "int32": Number("int", "unsigned", "u32", "int", 4),
-    "int64": Number("long", "unsigned long", "u64", "long", 8),
-}
-_BITS = {"float16", "bfloat16"}
+# Steps of a loop over entries that a row is asked for ahead of its use.
+_AHEAD = 8
 
 
-def number_of(dtype: str) -> Number:
-    """Return how C has a dtype."""
-    return _NUMBERS[dtype]
+class NotInC(Exception):
+    """A kernel that this printer does not print; the message says why."""
 
 
-def literal(value: float | bool, dtype: str) -> str:
-    """Print a number in the type that a dtype is computed with."""
-    number = number_of(dtype).number
-    if not dtype_of(dtype).is_floating:
-        return f"({number}){int(value)}L"
-    if math.isfinite(value):
-        return f"({number}){float(value)!r}"
-    # No header is included: these are what its names stand for.
-    text = '__builtin_nan("")' if math.isnan(value) else "__builtin_inf()" if value > 0 else "-__builtin_inf()"
-    return f"({number}){text}"
+class Range(NamedTuple):
+    """The conditions that say where along the lanes a term takes part."""
+
+    conditions: tuple[Expr, ...]
 
 
-# A number of 16 bits from its bits, and back: rounded to nearest, ties to even.
-_GET = {
-    "bfloat16": """INSUM_INLINE float get_bfloat16(unsigned short x) {
-  unsigned bits = (unsigned)x << 16; float r; __builtin_memcpy(&r, &bits, 4); return r;
-}""",
-    "float16": """INSUM_INLINE float get_float16(unsigned short x) {
-#ifdef __FLT16_MAX__
-  _Float16 h; __builtin_memcpy(&h, &x, 2); return h;
-#else
-  unsigned sign = (unsigned)(x & 0x8000) << 16, bits = x & 0x7fff; float r;
-  if (bits < 0x400) { r = bits * 5.9604644775390625e-8f; return sign ? -r : r; }
-  bits = sign | (bits >= 0x7c00 ? 0x7f800000 | (bits & 0x3ff) << 13 : (bits << 13) + 0x38000000);
-  __builtin_memcpy(&r, &bits, 4); return r;
-#endif
-}""",
-}
-_PUT = {
-    "bfloat16": """INSUM_INLINE unsigned short put_bfloat16(float x) {
-  unsigned bits; __builtin_memcpy(&bits, &x, 4);
-  return x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}""",
-    "float16": """INSUM_INLINE unsigned short put_float16(float x) {
-#ifdef __FLT16_MAX__
-  _Float16 h = x; unsigned short r; __builtin_memcpy(&r, &h, 2); return r;
-#else
-  unsigned bits, sign; __builtin_memcpy(&bits, &x, 4); sign = bits >> 16 & 0x8000; bits &= 0x7fffffff;
-  if (bits >= 0x47800000) return sign | (bits > 0x7f800000 ? 0x7e00 : 0x7c00);
-  if (bits < 0x38800000) {
-    unsigned shift = 126 - (bits >> 23), m = (bits & 0x7fffff) | 0x800000;
-    if (shift > 24) return sign;
-    unsigned half = 1u << (shift - 1), rest = m & ((half << 1) - 1);
-    return sign | ((m >> shift) + (rest > half || (rest == half && m >> shift & 1)));
-  }
-  return sign | ((bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13);
-#endif
-}""",
-}
-_ACTIVATIONS = {
-    "relu": "x > 0 || x != x ? x : 0",
-    "silu": "x / (1 + __builtin_exp{f}(-x))",
-    "gelu": "x * (1 + __builtin_erf{f}(x * ({t})0.70710678118654752)) / 2",
-}
-_RANGES = {
-    "least": "INSUM_INLINE long least(long a, long b) { return a < b ? a : b; }",
-    "most": "INSUM_INLINE long most(long a, long b) { return a > b ? a : b; }",
-    "down": "INSUM_INLINE long down(long a, long b) { return a / b - (a % b != 0 && a < 0); }",
-}
-# Reads of some lanes by one instruction, of vectors of some bytes.
-_MASKED = {
-    ("f32", 32): ("__AVX__", "__builtin_ia32_maskloadps256((const f32x8 *)p, m)"),
-    ("f64", 32): ("__AVX__", "__builtin_ia32_maskloadpd256((const f64x4 *)p, m)"),
-    ("f32", 64): (
-        "__AVX512F__",
-        "__builtin_ia32_loadups512_mask((const float *)p, r, (unsigned short)insum_bits(lo, hi, 16))",
-    ),
-    ("f64", 64): (
-        "__AVX512F__",
-        "__builtin_ia32_loadupd512_mask((const double *)p, r, (unsigned char)insum_bits(lo, hi, 8))",
-    ),
-}
-_MASK_BITS = """INSUM_INLINE unsigned insum_bits(long lo, long hi, int w) {
-  return ((1u << least(most(hi, 0), w)) - 1) & ~((1u << least(most(lo, 0), w)) - 1);
-}"""
+class Slot(NamedTuple):
+    """One vector of several in straight-line code: its lanes, and where it begins."""
+
+    width: int
+    at: int
 
 
-class Helpers:
-    """The functions that a kernel calls, by name, each after those that it calls itself.
+# Steps of a loop over vectors and the vectors of one step; a step of 0 runs once.
+Pieces = Sequence[tuple[int, Sequence[Slot]]]
 
-    Args:
-        dtype: of the factors.
-    """
 
-    def __init__(self, dtype: Dtype) -> None:
-        self.dtype = dtype.name
-        self.number = number_of(self.dtype)
-        self.pieces: dict[str, None] = {
-            "#define INSUM_INLINE static inline __attribute__((always_inline, unused))": None
-        }
+_SIGNS = {
+    "add": "+", "sub": "-", "mul": "*", "floordiv": "/", "mod": "%",
+    "at_least": ">=", "less": "<", "equal": "==", "and": "&&",
+}  # fmt: skip
 
-    def add(self, text: str) -> None:
-        self.pieces[text] = None
 
-    @property
-    def prelude(self) -> str:
-        return PIECES.join(self.pieces)
+class Values:
+    """The names of values, by the loops around the place that is printed."""
 
-    def range(self, name: str) -> str:
-        """The lesser or greater of two integers, or their quotient rounded down."""
-        self.add(_RANGES[name])
-        return name
-
-    def clamping(self) -> None:
-        """What brings a number of lanes between two bounds."""
-        self.range("least")
-        self.range("most")
-
-    def vector(self, width: int) -> str:
-        """The type of so many lanes."""
-        number = self.number
-        if width == 1:
-            return number.number
-        name = f"{number.tag}x{width}"
-        size = f"vector_size({width * number.bytes})"
-        self.add(
-            f"typedef {number.number} {name} __attribute__(({size})); "
-            f"typedef {number.mask} m{name} __attribute__(({size}));"
+    def __init__(
+        self, lowered: Lowered, contiguous: Mapping[str, bool], threads: bool, name: str, vector_bytes: int
+    ) -> None:
+        self.kernel, self.cells, self.structure = lowered.kernel, lowered.cells, lowered.structure
+        self.contiguous, self.threads, self.name = contiguous, threads, name
+        self.result = self.kernel.results[0]
+        self.out, self.stores = self.result.buffer, stores_of(self.kernel)
+        self.mode = self.stores[0].combine
+        self.dtype = self.factor_dtype()
+        self.helpers = Helpers(dtype_of(self.dtype))
+        self.number = self.helpers.number
+        floating = dtype_of(self.dtype).is_floating
+        if not floating and self.result.activation not in (None, "relu"):
+            raise NotInC(f"{self.result.activation} of {self.dtype}")
+        self.width = vector_bytes // self.number.bytes
+        self.place = place_lanes(
+            self.kernel,
+            self.cells,
+            self.width,
+            self.apart,
+            vectors=self.mode == "add" or (floating and self.cells.once),
         )
-        return name
+        lanes = self.place.lanes
+        self.v = lanes.index if lanes else None
+        self.reduces = lanes is not None and lanes.role == "sum"
+        rows = self.place.rows
+        self.around = [*self.place.outer, *([rows] if rows else []), *self.place.inner]
+        self.order = [loop.index for loop in (*self.around, *self.place.sums)]
+        self.first_sum = len(self.around)
+        self.has_initial = self.result.initial == "tensor"
+        # Sums of several points meet in memory; of numbers that are rounded or changed there, in memory of their own.
+        self.scattered = not self.cells.once or self.place.streams
+        plain = self.mode == "add" and self.result.activation is None and self.out.dtype == self.dtype
+        self.apart_sums = self.scattered and not (plain and not dtype_of(self.dtype).is_widened)
+        self.common = [c for c in conjuncts(self.stores[0].where)]
+        self.common = [c for c in self.common if all(c in conjuncts(s.where) for s in self.stores)]
+        # What changes from scope to scope: names of values, conditions that hold, flags of rows.
+        self.names: dict[tuple[Node | Range, int], str] = {}
+        self.known: set[Node] = set()
+        self.flags: dict[int, tuple[str, int]] = {}
+        self.memo: dict[tuple[object, ...], str] = {}
+        # Names of the sum of a cell and of whether it has a term, by subscripts and row.
+        self.accumulators: dict[tuple[tuple[tuple[Expr, ...], int], Slot], str] = {}
+        self.seen: dict[tuple[tuple[Expr, ...], int], str] = {}
+        self.rows, self.skips, self.count, self.indent = 1, False, 0, 1
+        self.lines: list[str] = []
+        self.items = self.placed()
 
-    def get(self, dtype: str) -> str:
-        """What makes a number of one in memory."""
-        if dtype in _BITS:
-            self.add(_GET[dtype])
-            return f"get_{dtype}"
-        return f"({number_of(dtype).number})"
+    def factor_dtype(self) -> str:
+        buffers = [f.buffer for s in self.stores for f in factors_of_value(s.value) if isinstance(f, Load)]
+        buffers += [b for b in self.kernel.inputs if b.name == INITIAL]
+        return buffers[0].dtype if buffers else self.out.dtype
 
-    def put(self, dtype: str) -> str:
-        """What makes one of the output's dtype of a number."""
-        if dtype in _BITS:
-            self.add(_PUT[dtype])
-            return f"put_{dtype}"
-        # An integer is what its memory would hold.
-        own = "" if dtype_of(self.dtype).is_floating else f"({self.number.stored})"
-        return f"({number_of(dtype).stored}){own}"
+    # Text.
 
-    def zero(self, width: int) -> str:
-        """A vector of zeros."""
-        return f"({self.vector(width)}){{0}}"
+    def line(self, text: str) -> None:
+        self.lines.append("  " * self.indent + text)
 
-    @property
-    def sums_dtype(self) -> str:
-        """The dtype of sums in memory of their own."""
-        return {"f32": "float32", "f64": "float64", "u32": "int32", "u64": "int64"}[self.number.tag]
+    def fresh(self, kind: str) -> str:
+        self.count += 1
+        return f"{kind}{self.count}"
 
-    def function(self, name: str, result: str, arguments: str, body: str) -> str:
-        """Define a function once, and return its name."""
-        self.add(f"INSUM_INLINE {result} {name}({arguments}) {{ {body} }}")
-        return name
+    @contextmanager
+    def block(self, head: str = "{") -> Generator[None]:
+        """A block of C, after which names that were defined in it are forgotten."""
+        before = dict(self.names), set(self.known), dict(self.flags), dict(self.memo)
+        self.line(head)
+        self.indent += 1
+        yield
+        self.indent -= 1
+        self.line("}")
+        self.names, self.known, self.flags, self.memo = before
 
-    # Reads.
+    def blocked(self, *nodes: Node) -> bool:
+        rows = self.place.rows
+        return rows is not None and rows.index in indices_in(*nodes)
 
-    def load(self, width: int, *, some: bool, near: bool) -> str:
-        """Read lanes that are neighbours or `s` apart; `some`: those from `lo` to `hi`, and 0 in the others."""
-        vector, get, dtype, near = self.vector(width), self.get(self.dtype), self.dtype, near or width == 1
-        name = f"ld{'m' if some else ''}{'' if near else 's'}{width}_{dtype}"
-        arguments = f"const {self.number.stored} *p{'' if near else ', long s'}" + (
-            ", long lo, long hi" if some else ""
-        )
-        place, lanes = "p[i]" if near else "p[i * s]", f"for (int i = 0; i < {width}; i++) "
-        if some and width == 1:
-            body = f"return lo <= 0 && hi > 0 ? {get}(*p) : 0;"
-        elif some:
-            whole = f"{self.load(width, some=False, near=near)}(p{'' if near else ', s'})"
-            body = f"if (lo <= 0 && hi >= {width}) return {whole}; {vector} r = {{0}}; "
-            body += self.masked(width, near, f"{lanes}r[i] = i >= lo && i < hi ? {get}({place}) : 0; return r;")
-        elif width == 1:
-            body = f"return {get}(*p);"
-        elif near and dtype != "float16":
-            body = self.neighbours(width)
-        else:
-            body = f"{vector} r; {lanes}r[i] = {get}({place}); return r;"
-            if near:
-                half = self.neighbours(width)
-                body = f"\n#ifdef __FLT16_MAX__\n  {half}\n#else\n  {body}\n#endif\n"
-        return self.function(name, vector, arguments, body)
+    def row_of(self, row: int, *nodes: Node) -> int:
+        return row if self.blocked(*nodes) else 0
 
-    def neighbours(self, width: int) -> str:
-        """Read a vector as it stands in memory, and convert it."""
-        number, vector = self.number, self.vector(width)
-        if number.stored == number.number or self.dtype in ("int32", "int64"):
-            return f"{vector} r; __builtin_memcpy(&r, p, sizeof r); return r;"
-        lane, size = ("_Float16" if self.dtype == "float16" else number.stored), dtype_of(self.dtype).torch.itemsize
-        read = f"typedef {lane} n __attribute__((vector_size({size * width}))); n x; __builtin_memcpy(&x, p, sizeof x);"
-        if self.dtype == "bfloat16":
-            wide = f"typedef unsigned w __attribute__((vector_size({4 * width}))); "
-            return f"{read} {wide}return ({vector})(__builtin_convertvector(x, w) << 16);"
-        return f"{read} return __builtin_convertvector(x, {vector});"
+    def varies(self, node: Node) -> bool:
+        return self.v is not None and self.v in indices_in(node)
 
-    def masked(self, width: int, near: bool, one_by_one: str) -> str:
-        """Read some lanes by one instruction, where the processor has it."""
-        number = self.number
-        found = _MASKED.get((number.tag, width * number.bytes))
-        if found is None or not near or number.stored != number.number:
-            return one_by_one
-        feature, read = found
-        self.clamping()
-        mask = ""
-        if feature == "__AVX__":
-            mask = f"m{self.vector(width)} m = {self.inside(width)}(lo, hi); "
-        else:
-            self.add(_MASK_BITS)
-        return f"\n#ifdef {feature}\n  {mask}return {read};\n#else\n  {one_by_one}\n#endif\n"
+    def depth(self, *nodes: Node) -> int:
+        return max((self.order.index(i) for i in indices_in(*nodes) if i is not self.v), default=-1)
 
-    def inside(self, width: int) -> str:
-        """The lanes from `lo` to `hi`, as a mask."""
-        self.clamping()
-        vector, mask = self.vector(width), self.number.mask
-        lanes = ", ".join(map(str, range(width)))
-        body = (
-            f"const m{vector} at = {{{lanes}}}; "
-            f"return (at >= ({mask})least(most(lo, 0), {width})) & (at < ({mask})least(most(hi, 0), {width}));"
-        )
-        return self.function(f"in{width}_{self.number.tag}", f"m{vector}", "long lo, long hi", body)
+    def text(self, expr: Expr, row: int = 0) -> str:
+        """An integer or a condition, of values that are named already."""
+        if isinstance(expr, Const):
+            return f"{int(expr.value)}L"
+        if isinstance(expr, Size):
+            return f"n_{expr.name}"
+        if isinstance(expr, Index):
+            return f"(i_{expr.name} + {row})" if row and self.blocked(expr) else f"i_{expr.name}"
+        if isinstance(expr, Cast):
+            return self.text(expr.value, row)
+        if isinstance(expr, Load):
+            return self.names[expr, self.row_of(row, expr)]
+        assert isinstance(expr, Op)
+        args = [self.text(arg, row) for arg in expr.args]
+        if expr.name == "minimum":
+            return f"{self.helpers.range('least')}({', '.join(args)})"
+        return f"({args[0]} {_SIGNS[expr.name]} {args[1]})"
 
-    def only(self, width: int) -> str:
-        """A value in the lanes from `lo` to `hi`, 0 in the others."""
-        vector, tag = self.vector(width), self.number.tag
-        body = "return lo <= 0 && hi > 0 ? a : 0;"
-        if width > 1:
-            body = f"return lo <= 0 && hi >= {width} ? a : ({vector})((m{vector})a & {self.inside(width)}(lo, hi));"
-        return self.function(f"only{width}_{tag}", vector, f"{vector} a, long lo, long hi", body)
+    # Addresses.
 
-    # Arithmetic.
+    def stride(self, buffer: Buffer, axis: int) -> str:
+        if not self.contiguous.get(buffer.name, True):
+            return f"{buffer.name}_stride_{axis}"
+        later = buffer.shape[axis + 1 :]
+        number = 1
+        for extent in later:
+            number *= int(extent.value) if isinstance(extent, Const) else 1
+        sizes = [self.text(extent) for extent in later if not isinstance(extent, Const)]
+        return " * ".join([*sizes, *([f"{number}L"] if number != 1 or not sizes else [])])
 
-    def total(self, width: int) -> str:
-        """The sum of the lanes: of halves, and of their halves."""
-        vector, number = self.vector(width), self.number
-        if width == 1:
-            return ""
-        half = self.vector(width // 2)
-        inner = self.total(width // 2)
-        body = (
-            f"{half} l, h; __builtin_memcpy(&l, &a, sizeof l); "
-            f"__builtin_memcpy(&h, (const char *)&a + sizeof l, sizeof h); return {inner}(l + h);"
-        )
-        return self.function(f"sum{width}_{number.tag}", number.number, f"{vector} a", body)
+    def offset(self, buffer: Buffer, subscripts: Sequence[Expr], row: int) -> str:
+        """The address of a cell, with the lanes at 0."""
+        zero: dict[Node, Node] = {} if self.v is None else {self.v: Const(0)}
+        parts: list[str] = []
+        for axis, subscript in enumerate(subscripts):
+            found = subscript.replace(zero)
+            assert isinstance(found, Expr)
+            if found is not Const(0):
+                parts.append(f"{self.text(found, row)} * {self.stride(buffer, axis)}")
+        return " + ".join(parts) or "0"
 
-    def select(self, combine: str, width: int) -> str:
-        """The greater or lesser of a value and a term; what is not a number stays."""
-        vector, sign = self.vector(width), ">" if combine == "max" else "<"
-        signed = self.number.stored if not dtype_of(self.dtype).is_floating else ""
-        if width == 1:
-            cast = f"({signed})" if signed else ""
-            body = f"return {cast}t {sign} {cast}a || t != t ? t : a;"
-        else:
-            mask = f"m{vector}"
-            body = f"{mask} m = (t {sign} a) | (t != t); return ({vector})((({mask})t & m) | (({mask})a & ~m));"
-        return self.function(f"{combine}{width}_{self.dtype}", vector, f"{vector} a, {vector} t", body)
+    def apart(self, access: Load | Store, index: Index) -> int:
+        """How far apart neighbours along an index are: 0, 1, or 2 for anything else."""
+        steps = steps_of(access, index)
+        if not any(steps):
+            return 0
+        near = steps[-1] == 1 and not any(steps[:-1]) and self.contiguous.get(access.buffer.name, True)
+        return 1 if near else 2
 
-    def identity(self, combine: str) -> str:
-        """What every term of an extremum replaces, or equals."""
-        row = dtype_of(self.dtype)
-        (mode,) = (mode for mode in COMBINING.values() if mode.name == combine)
-        value = mode.identity_of(row.torch)
-        if row.is_floating:
-            return literal(value, self.dtype)
-        return f"({self.number.number})({value + 1}L - 1)" if value < 0 else literal(value, self.dtype)
+    # What is known in which loop.
 
-    def activation(self, name: str, width: int) -> str:
-        """A function of each number."""
-        vector, number = self.vector(width), self.number
-        text = _ACTIVATIONS[name].format(f="f" if number.number == "float" else "", t=number.number)
-        one = self.function(f"{name}_{number.tag}", number.number, f"{number.number} x", f"return {text};")
-        if width == 1:
-            return one
-        body = f"for (int i = 0; i < {width}; i++) a[i] = {one}(a[i]); return a;"
-        return self.function(f"{name}{width}_{number.tag}", vector, f"{vector} a", body)
+    def placed(self) -> dict[int, list[Node | Range]]:
+        """Reads and conditions by the loop in which they are known, each after what it needs.
 
-    # Writes.
+        Conditions come first, as a statement orders them: those before say that those after may read.
+        """
+        found: dict[Node | Range, int] = {}
 
-    def store(self, width: int, out: str, *, adds: bool, some: bool, near: bool) -> str:
-        """Write the lanes of a vector `s` apart, or add them to what is there; `some`: those from `lo` to `hi`."""
-        vector, number, put = self.vector(width), self.number, self.put(out)
-        stored = number_of(out).stored
-        same = number_of(out).bytes == number.bytes and out not in ("float16", "bfloat16", "int8", "uint8", "int16")
-        same = same and dtype_of(out).is_floating == dtype_of(self.dtype).is_floating
-        near = near or width == 1
-        how = f"{'add' if adds else 'st'}{'m' if some else ''}{'' if near else 's'}"
-        name = f"{how}{width}_{self.dtype}_{out}"
-        arguments = f"{stored} *p, {'' if near else 'long s, '}{vector} a" + (", long lo, long hi" if some else "")
-        place, value = ("p[i]" if near else "p[i * s]"), "a[i]"
-        if width == 1:
-            place, value = "*p", "a"
-        new = f"{self.get(out)}({place}) + {value}" if adds else value
-        write = f"{place} = {put}({new});"
-        if width == 1:
-            body = f"if (lo <= 0 && hi > 0) {write}" if some else write
-        elif near and same and not some:
-            copy = "__builtin_memcpy"
-            body = f"{copy}(p, &a, sizeof a);"
-            if adds:
-                body = f"{vector} r; {copy}(&r, p, sizeof r); r += a; {copy}(p, &r, sizeof r);"
-        else:
-            guard = "if (i >= lo && i < hi) " if some else ""
-            body = f"for (int i = 0; i < {width}; i++) {guard}{write}"
-        return self.function(name, "void", arguments, body)
+        def visit(node: Node) -> None:
+            if node in found or isinstance(node, Buffer):
+                return
+            inner = (*conjuncts(node.where), *node.subscripts) if isinstance(node, Load) else node.children()
+            for child in inner:
+                visit(child)
+            if isinstance(node, Load) or node in self.common:
+                found[node] = self.depth(node)
+
+        for loop in loops_of(self.kernel):
+            visit(loop.begin)
+            visit(loop.end)
+        for condition in self.common:
+            visit(condition)
+        for store in self.stores:
+            for condition in conjuncts(store.where):
+                visit(condition)
+        for store in self.stores:
+            if range_ := self.range_of(store):
+                found[range_] = self.depth(*range_.conditions)
+            for expr in (*store.subscripts, store.value):
+                visit(expr)
+        items: dict[int, list[Node | Range]] = {}
+        for node, depth in found.items():
+            items.setdefault(depth, []).append(node)
+        return items
+
+    def range_of(self, store: Store, below: int | None = None) -> Range | None:
+        """The conditions on the lanes of a term; `below`: of those known outside of a loop."""
+        conditions = [c for c in conjuncts(store.where) if self.varies(c)]
+        conditions = [c for c in conditions if below is None or self.depth(c) < below]
+        return Range(tuple(conditions)) if conditions else None
+
+    def declare(self, depth: int) -> None:
+        """Print what is known from here on."""
+        flagged = False
+        for node in self.items.get(depth, ()):
+            if isinstance(node, Range):
+                self.declare_range(node)
+            elif isinstance(node, Load):
+                self.declare_load(node)
+            elif not self.varies(node):
+                flagged |= self.condition(node, depth)
+        if flagged and (depth >= self.first_sum or self.place.streams):
+            self.line(f"if (!({' | '.join(self.flags[r][0] for r in range(self.rows))})) continue;")
+
+    def declare_load(self, load: Load) -> None:
+        index = is_index(load)
+        for row in range(self.rows if self.blocked(load) else 1):
+            offset = self.offset(load.buffer, load.subscripts, row)
+            if self.varies(load):
+                name = self.names[load, row] = self.fresh("p")
+                self.line(f"const long {name} = {offset};")
+                continue
+            name = self.names[load, row] = self.fresh("e" if index else "f")
+            # A row of the block that takes no part reads nothing.
+            asked = [self.flags[row][0]] if self.blocked(load) and row in self.flags else []
+            asked += [self.text(c, row) for c in conjuncts(load.where) if c not in self.known]
+            read, kind = f"{load.buffer.name}[{offset}]", "long" if index else self.number.number
+            if not index:
+                read = f"{self.helpers.get(load.buffer.dtype)}({read})"
+            if asked:
+                read = f"{' && '.join(asked)} ? {read} : {load.fill}"
+            self.line(f"const {kind} {name} = {read};")
+
+    def condition(self, condition: Node, depth: int) -> bool:
+        """Skip what does not hold, or note it of each row; return whether rows differ."""
+        assert isinstance(condition, Expr)
+        if not (self.blocked(condition) and self.rows > 1):
+            self.line(f"if (!{self.text(condition)}) {'continue' if depth >= 0 else 'break'};")
+            self.skips |= depth < self.first_sum
+            self.known.add(condition)
+            return False
+        for row in range(self.rows):
+            before = f"{self.flags[row][0]} && " if row in self.flags else ""
+            name = self.fresh("ok")
+            self.line(f"const int {name} = {before}{self.text(condition, row)};")
+            self.flags[row] = name, depth
+        self.skips |= depth < self.first_sum
+        return True
+
+    def declare_range(self, range_: Range) -> None:
+        """From which lane to which a term takes part."""
+        assert self.v is not None
+        assert self.place.lanes is not None
+        least, most, down = (self.helpers.range(name) for name in ("least", "most", "down"))
+        for row in range(self.rows if self.blocked(*range_.conditions) else 1):
+            low, high = "0L", self.text(self.place.lanes.end)
+            for condition in range_.conditions:
+                assert isinstance(condition, Op)
+                step, rest = coefficient(condition.args[0], self.v), condition.args[0].replace({self.v: Const(0)})
+                assert step
+                assert isinstance(rest, Expr)
+                gap = f"{self.text(condition.args[1], row)} - {self.text(rest, row)}"
+                # The least index from which step * index + rest >= bound holds, or ceases to hold where it falls.
+                if step > 0:
+                    first = gap if step == 1 else f"-{down}(-({gap}), {step}L)"
+                else:
+                    first = f"{down}(-({gap}), {-step}L) + 1"
+                if (condition.name == "at_least") == (step > 0):
+                    low = f"{most}({low}, {first})"
+                else:
+                    high = f"{least}({high}, {first})"
+            names = self.fresh("lo"), self.fresh("hi")
+            self.line(f"const long {names[0]} = {low}, {names[1]} = {high};")
+            self.names[range_, row] = " ".join(names)
+
+    def limits(self, range_: Range, row: int, slot: Slot) -> str:
+        """Arguments that say which lanes of a vector take part."""
+        assert self.v is not None
+        names = self.names[range_, self.row_of(row, *range_.conditions)].split()
+        return "".join(f", {name} - (i_{self.v.name} + {slot.at})" for name in names)
+
+    def prefetch(self, loop: Loop, depth: int) -> None:
+        """Ask for the rows that entries some steps ahead address, which no processor can foresee.
+
+        The gradient of a product of 20,000 rows with 400,000 entries took 0.3 of the time.
+        """
+        loads = [n for n in self.items.get(depth, ()) if isinstance(n, Load) and loop.index in indices_in(n)]
+        rows = [n for n in loads if self.v and self.apart(n, self.v) == 1 and _plain_lookups(n)]
+        if extent_of(loop) is not None or not rows or self.v is None:
+            return
+        end, far = self.text(loop.end), {}
+        if loop.index is ENTRY:
+            end = next(f"begin[{self.text(each.end)}]" for each in self.place.outer if each.index is ROW)
+            far = self.ahead(loop.index, 2 * _AHEAD, end)
+        # Entries in another order are asked for themselves before they are needed to ask for rows.
+        for load in loads if far else ():
+            if not self.varies(load) and load.buffer.name != "order" and not _looked_up(load) and load.where is None:
+                self.line(f"__builtin_prefetch({load.buffer.name} + {self.offset_ahead(load, far)});")
+        near = self.ahead(loop.index, _AHEAD, end)
+        each = max(self.place.schedule.n, self.place.schedule.k) if self.place.lanes else 1
+        for load in rows:
+            place = f"{load.buffer.name} + {self.offset_ahead(load, near)}"
+            if depth >= self.first_sum and not self.reduces:
+                place += f" + i_{self.v.name}"
+            for at in range(0, each, 64 // dtype_of(load.buffer.dtype).torch.itemsize):
+                self.line(f"__builtin_prefetch({place} + {at});")
+
+    def ahead(self, index: Index, steps: int, end: str) -> dict[Node, Node]:
+        """What an index is some steps later, or last."""
+        later = Index(f"{index.name}_{steps}")
+        least = self.helpers.range("least")
+        self.line(f"const long i_{later.name} = {least}(i_{index.name} + {steps}, {end} - 1);")
+        return {index: later}
+
+    def offset_ahead(self, load: Load, ahead: Mapping[Node, Node]) -> str:
+        """The address of a read some steps later."""
+        moved = load.replace(ahead)
+        assert isinstance(moved, Load)
+
+        def read(node: Node) -> None:
+            for child in node.subscripts if isinstance(node, Load) else node.children():
+                read(child)
+            if isinstance(node, Load) and (node, 0) not in self.names:
+                name = self.fresh("e")
+                self.line(f"const long {name} = {node.buffer.name}[{self.offset(node.buffer, node.subscripts, 0)}];")
+                self.names[node, 0] = name
+
+        for subscript in moved.subscripts:
+            read(subscript)
+        return self.offset(moved.buffer, moved.subscripts, 0)
+
+
+def _looked_up(load: Load) -> list[Load]:
+    """The index tensors that say where a value or an entry is read."""
+    inner = [node for node in walk(*load.subscripts) if isinstance(node, Load)]
+    return [node for node in inner if node.buffer.name != "order"]
+
+
+def _plain_lookups(load: Load) -> bool:
+    """Whether the entries that address a value can be read ahead: no other entry has to be present for that."""
+    found = _looked_up(load)
+    ordered = any(isinstance(node, Load) for node in walk(*load.subscripts))
+    return ordered and all(entry.where is None and not _looked_up(entry) for entry in found)
+
+
+def is_index(load: Load) -> bool:
+    """Whether a read is an integer that addresses something."""
+    return load.buffer.name.startswith("x") or load.buffer.name in ("begin", "order")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, walk
-from insum_nn.compiler.passes.gather_writes import indices_in
+from insum_nn.compiler.passes.cpu.gather_writes import indices_in
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
 
 __all__ = ["WrittenCells", "written_cells"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Expr, Index, Kernel, Load, Op, Store, walk
-from insum_nn.compiler.passes.gather_writes import indices_in, nested
+from insum_nn.compiler.passes.cpu.gather_writes import indices_in, nested
 from insum_nn.compiler.passes.own_rows import ROW, RowWalk, own_rows
 
 __all__ = ["factors_of_value", "group_entries", "plain_entry"]

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, Store, conjuncts, walk
-from insum_nn.compiler.passes.gather_writes import coefficient, indices_in
-from insum_nn.compiler.passes.group_entries import factors_of_value
+from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
+from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
+from insum_nn.compiler.passes.cpu.written_cells import WrittenCells
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
-from insum_nn.compiler.passes.written_cells import WrittenCells
 from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["Placement", "extent_of", "place_lanes", "steps_of"]
@@ -159,10 +159,17 @@ def _streamed(
     of a matrix that many entries share took 1.4 to 1.6 times as long.
     """
     free = [loop for loop in loops if loop.role == "free"]
-    long = [loop for loop in loops if loop.role == "sum" and extent_of(loop) is None]
-    if len(long) != 1 or len(stores) > 1 or stores[0].combine != "add" or lanes is None or lanes.role != "free":
+    sums = [loop for loop in loops if loop.role == "sum"]
+    if (
+        len(sums) != 1
+        or extent_of(sums[0]) is not None
+        or len(stores) > 1
+        or stores[0].combine != "add"
+        or lanes is None
+        or lanes.role != "free"
+    ):
         return None, []
-    (stream,), inner, count = long, list[Loop](), extent_of(lanes) or _NEAR
+    (stream,), inner, count = sums, list[Loop](), extent_of(lanes) or _NEAR
     for loop in reversed(free):
         extent = extent_of(loop)
         if loop is not lanes and extent is not None and count * extent <= _NEAR and loop is not free[0]:
@@ -216,7 +223,8 @@ def _rows(
             best = gain, loop
     if best is None:
         return None, 1
-    room = _REGISTERS // (vectors * targets)
+    # Terms of static tables share numbers more than vectors: rows beyond the registers still took 0.4 of the time.
+    room = _REGISTERS // vectors if targets == 1 else 4 if len(stores) <= 128 else 2
     extent = extent_of(best[1])
     # A few registers too many cost less than rows that are left over.
     if extent is not None and room == 3 and extent % 4 == 0:

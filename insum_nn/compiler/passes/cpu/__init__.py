@@ -1,0 +1,1 @@
+"""Rewrites of algorithms for a CPU, and where its loops go."""
