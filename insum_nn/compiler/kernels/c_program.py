@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen.c import CKernel, c_kernel
-from insum_nn.compiler.codegen.c_values import PIECES
+from insum_nn.compiler.codegen.c_prelude import PIECES
 from insum_nn.compiler.forms.tables import unroll
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
