@@ -38,7 +38,7 @@ class CKernel:
         prelude: what has to stand before it, in pieces that may each stand once in a translation unit.
         name: of the function.
         pointers: canonical names of the buffers that it takes, the output last.
-        numbers: names of the sizes and strides that it takes after these, as `long`.
+        numbers: names of the sizes that it takes after these, as `long`; the last argument is the number of threads.
         structure: the index tensor whose entries are walked by their values, and the number of values: `begin` and
             `order`, int32, come from a stable counting sort that leaves out entries of -1.
         filled: the output must hold 0; otherwise every cell is written.
@@ -56,8 +56,6 @@ class CKernel:
 def c_kernel(
     kernel: Kernel,
     *,
-    contiguous: Mapping[str, bool],
-    threads: bool,
     output_extents: Sequence[int | None] | None = None,
     name: str = "kernel",
     vector_bytes: int = _VECTOR,
@@ -65,10 +63,8 @@ def c_kernel(
     """Print an algorithm of `ir.build` whose static tables are folded, as one C function.
 
     Args:
-        kernel: the algorithm; extents that are compiled in are numbers.
-        contiguous: by canonical names, which inputs are contiguous (missing: they are); the others are read by strides.
-            The output is contiguous. An initial value may be the memory of the output.
-        threads: divide loops among threads where no two of them write one cell; the numbers stay the same.
+        kernel: the algorithm; extents that are compiled in are numbers. All buffers are contiguous, and an initial value
+            may be the memory of the output.
         output_extents: extents of the output that are compiled in.
         name: of the function.
         vector_bytes: bytes of a vector.
@@ -82,21 +78,21 @@ def c_kernel(
     assert isinstance(replaced, Kernel)
     lowered = lower(replaced)
     verify_kernel(lowered.kernel, placed=False)
-    return _Printer(lowered, contiguous, threads, name, vector_bytes).print()
+    return _Printer(lowered, name, vector_bytes).print()
 
 
 def translation_unit(kernels: Sequence[CKernel], entry: str) -> str:
     """Return the text of kernels and of one function that calls them in order.
 
     `entry` takes the pointers of all kernels, each once, in the order in which they are met, then their numbers,
-    likewise, as `long`. It returns 0, or 1 if a kernel got no memory. Arguments go by place, so a caller may first
+    likewise, and the number of threads, as `long`. It returns 0, or 1 if a kernel got no memory. Arguments go by place, so a caller may first
     give pointers and numbers of its kernels other names (`dataclasses.replace`), as those of a graph's tensors.
     """
     pieces = dict.fromkeys(piece for kernel in kernels for piece in kernel.prelude.split(PIECES))
     pointers = dict.fromkeys(pointer for kernel in kernels for pointer in kernel.pointers)
     numbers = dict.fromkeys(number for kernel in kernels for number in kernel.numbers)
-    arguments = ", ".join([*(f"void *{p}" for p in pointers), *(f"long {n}" for n in numbers)]) or "void"
-    calls = [f"{k.name}({', '.join((*k.pointers, *k.numbers))})" for k in kernels]
+    arguments = ", ".join([*(f"void *{p}" for p in pointers), *(f"long {n}" for n in numbers), "long threads"])
+    calls = [f"{k.name}({', '.join((*k.pointers, *k.numbers, 'threads'))})" for k in kernels]
     body = f"int {entry}({arguments}) {{\n  return {' || '.join(calls) or '0'};\n}}\n"
     return PIECES.join([*pieces, *(kernel.text for kernel in kernels), body])
 
@@ -108,7 +104,7 @@ class _Printer(Values):
         # Left where nothing is written.
         with self.block("do {"):
             self.declare(-1)
-            self.cells_loop(0, self.threads)
+            self.cells_loop(0, outermost=True)
         self.lines[-1] = "  } while (0);"
         body, self.lines = self.lines, []
         everything = self.cells.all and not self.skips and not self.scattered
@@ -119,9 +115,6 @@ class _Printer(Values):
         inputs = [b for b in self.kernel.inputs if b in used or (b.name == INITIAL and self.has_initial)]
         names = {n.name for b in (*inputs, self.out) for e in b.shape for n in walk(e) if isinstance(n, Size)}
         numbers = sorted(names | {n.name for n in walk(self.kernel) if isinstance(n, Size)})
-        strides = [
-            f"{b.name}_stride_{a}" for b in inputs if not self.contiguous.get(b.name, True) for a in range(len(b.shape))
-        ]
         # The initial value may be the output's own memory.
         parts = [
             f"const {number_of(b.dtype).stored} *{'' if b.name == INITIAL else 'restrict '}{b.name}" for b in inputs
@@ -129,12 +122,12 @@ class _Printer(Values):
         parts += [
             f"{number_of(self.out.dtype).stored} *{'' if self.has_initial else 'restrict '}out",
             *(f"long n_{n}" for n in numbers),
-            *(f"long {s}" for s in strides),
+            "long threads",
         ]
         text = f"static int {self.name}({', '.join(parts)}) {{\n" + "\n".join([*self.lines, "  return 0;", "}"])
         pointers = (*(b.name for b in inputs), "out")
         filled = not (everything or self.has_initial or self.apart_sums)
-        return CKernel(text, self.helpers.prelude, self.name, pointers, (*numbers, *strides), self.structure, filled)
+        return CKernel(text, self.helpers.prelude, self.name, pointers, tuple(numbers), self.structure, filled)
 
     def begin(self, everything: bool) -> None:
         """What cells hold before the first term, where not each is written by one sum."""
@@ -184,26 +177,27 @@ class _Printer(Values):
 
     def parallel(self, loop: Loop, count: str) -> None:
         if loop.role == "free" and (loop.index in self.cells.apart or self.cells.once):
-            self.line(f"#pragma omp parallel for schedule(dynamic, 1 + ({count}) / 256)")
+            chunk = f"schedule(dynamic, 1 + ({count}) / 256)"
+            self.line(f"#pragma omp parallel for num_threads(threads) if(threads > 1) {chunk}")
 
-    def cells_loop(self, number: int, threads: bool) -> None:
-        """The loops over cells, from one of them on; `threads`: it is the outermost."""
+    def cells_loop(self, number: int, *, outermost: bool) -> None:
+        """The loops over cells, from one of them on; threads may divide the outermost one."""
         if number == len(self.around):
-            self.columns(threads)
+            self.columns(outermost=outermost)
             return
         loop = self.around[number]
         if loop is self.place.rows:
-            self.row_block(loop, number, threads)
+            self.row_block(loop, number, outermost=outermost)
             return
         i, begin, end = f"i_{loop.index.name}", self.text(loop.begin), self.text(loop.end)
-        if threads:
+        if outermost:
             self.parallel(loop, f"{end} - {begin}")
         with self.block(f"for (long {i} = {begin}; {i} < {end}; {i}++) {{"):
             self.declare(number)
             self.prefetch(loop, number)
-            self.cells_loop(number + 1, False)
+            self.cells_loop(number + 1, outermost=False)
 
-    def row_block(self, loop: Loop, number: int, threads: bool) -> None:
+    def row_block(self, loop: Loop, number: int, *, outermost: bool) -> None:
         """The loop over rows, several at a time, and one by one what is left."""
         i, begin, end, rows = f"i_{loop.index.name}", self.text(loop.begin), self.text(loop.end), self.place.schedule.m
         extent = extent_of(loop)
@@ -212,12 +206,12 @@ class _Printer(Values):
         for step, low, high in ((rows, begin, whole), (1, whole, end)):
             if (step == 1 and extent is not None and extent % rows == 0) or (extent is not None and extent < step):
                 continue
-            if threads:
+            if outermost:
                 self.parallel(loop, f"({high} - {low}) / {step}")
             self.rows = step
             with self.block(f"for (long {i} = {low}; {i} < {high}; {i} += {step}) {{"):
                 self.declare(number)
-                self.cells_loop(number + 1, False)
+                self.cells_loop(number + 1, outermost=False)
         self.rows = 1
 
     def pieces(self) -> Pieces:
@@ -252,14 +246,14 @@ class _Printer(Values):
                 with self.block(f"for (; {v} + {step} <= {end}; {v} += {step}) {{" if step else "{"):
                     body(slots)
 
-    def columns(self, threads: bool) -> None:
+    def columns(self, *, outermost: bool) -> None:
         """The loop along lanes that are cells, and what is inside of it."""
         pieces, lanes = self.pieces(), self.place.lanes
         if lanes is None or self.reduces:
             self.sums(pieces)
             return
         start = "0"
-        if threads and pieces[0][0]:
+        if outermost and pieces[0][0]:
             # Loops that threads divide have a form of their own.
             (step, slots), *pieces = pieces
             v, end = f"i_{lanes.index.name}", self.text(lanes.end)

@@ -67,11 +67,9 @@ _SIGNS = {
 class Values:
     """The names of values, by the loops around the place that is printed."""
 
-    def __init__(
-        self, lowered: Lowered, contiguous: Mapping[str, bool], threads: bool, name: str, vector_bytes: int
-    ) -> None:
+    def __init__(self, lowered: Lowered, name: str, vector_bytes: int) -> None:
         self.kernel, self.cells, self.structure = lowered.kernel, lowered.cells, lowered.structure
-        self.contiguous, self.threads, self.name = contiguous, threads, name
+        self.name = name
         self.result = self.kernel.results[0]
         self.out, self.stores = self.result.buffer, stores_of(self.kernel)
         self.mode = self.stores[0].combine
@@ -174,8 +172,6 @@ class Values:
     # Addresses.
 
     def stride(self, buffer: Buffer, axis: int) -> str:
-        if not self.contiguous.get(buffer.name, True):
-            return f"{buffer.name}_stride_{axis}"
         later = buffer.shape[axis + 1 :]
         number = 1
         for extent in later:
@@ -199,7 +195,7 @@ class Values:
         steps = steps_of(access, index)
         if not any(steps):
             return 0
-        near = steps[-1] == 1 and not any(steps[:-1]) and self.contiguous.get(access.buffer.name, True)
+        near = steps[-1] == 1 and not any(steps[:-1])
         return 1 if near else 2
 
     # What is known in which loop.

@@ -30,7 +30,7 @@ __all__ = ["CFunction", "background", "find_compiler"]
 # is linked with it would make the whole process flush denormal numbers. gcc's own vectorizers gain nothing then, and
 # take most of the time.
 _FLAGS = (
-    "-std=gnu11 -O2 -fno-tree-vectorize -fno-tree-slp-vectorize -fno-math-errno -fno-trapping-math -shared -fPIC -w"
+    "-std=gnu11 -O2 -fno-tree-vectorize -fno-tree-slp-vectorize -fno-math-errno -fno-trapping-math -fPIC -w"
 ).split()
 # Seconds after which a compilation is given up; the slowest of the kernels of all tests takes a tenth.
 _LONGEST = 60.0
@@ -131,14 +131,11 @@ class CFunction:
         assert command is not None
         with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as place:
             library = Path(place, "kernel.so")
-            done = subprocess.run(
-                [*command, "-x", "c", "-", "-o", str(library)],
-                input=self.text,
-                capture_output=True,
-                text=True,
-                timeout=_LONGEST,
-                cwd=place,
-            )
+            # Linked without a library of threads: torch has loaded one, and two would not know of each other.
+            run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=_LONGEST, cwd=place)
+            done = run([*command, "-fopenmp", "-c", "-x", "c", "-", "-o", "kernel.o"], input=self.text)
+            if not done.returncode:
+                done = run([command[0], "-shared", "kernel.o", "-o", str(library)])
             if done.returncode:
                 self.error = f"{command[0]} ended with status {done.returncode}: {done.stderr[:2000]}"
                 return

@@ -122,8 +122,12 @@ class CProgram:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
-        own = [p.bound if at == 0 or parts[at - 1].output != p.output else _adding(p.bound) for at, p in enumerate(parts)]
-        self.kernels = [c_kernel(algorithm_of(b, p.tables), contiguous={}, threads=False, name=f"k{n}") for n, (b, p) in enumerate(zip(own, parts, strict=True))]
+        own = [
+            p.bound if at == 0 or parts[at - 1].output != p.output else _adding(p.bound) for at, p in enumerate(parts)
+        ]
+        self.kernels = [
+            c_kernel(algorithm_of(b, p.tables), name=f"k{n}") for n, (b, p) in enumerate(zip(own, parts, strict=True))
+        ]
         printed = _Printed(self.parts, own, self.kernels)
         pieces = dict.fromkeys(piece for kernel in self.kernels for piece in kernel.prelude.split(PIECES))
         self.text = PIECES.join([*pieces, *(kernel.text for kernel in self.kernels), printed.entry])
@@ -181,7 +185,15 @@ class CProgram:
         state = "compiled" if self.function.run is not None else "library calls serve until it is compiled"
         if self.error:
             state = f"library calls serve, as it could not be compiled: {self.error}"
-        choices = [("structure", f"entries of {k.structure[0]} in the order of their values", "rows share what is read, and none is written twice") for k in self.kernels if k.structure]
+        choices = [
+            (
+                "structure",
+                f"entries of {k.structure[0]} in the order of their values",
+                "rows share what is read, and none is written twice",
+            )
+            for k in self.kernels
+            if k.structure
+        ]
         return Description(f"one C function; {state}", sources=(self,), choices=tuple(choices), torch_code=self.host)
 
     @staticmethod
@@ -234,6 +246,7 @@ class _Printed:
             pointers = [self.argument(where[name]) for name in kernel.pointers]
             numbers = [self.number(known.text(Size(name))) for name in kernel.numbers]
             work = " * ".join(letters.values()) or "1"
+            numbers.append(self.number(f"threads() if {work} > {_DIVIDED} else 1"))
             self.calls.append(f"{kernel.name}({', '.join([*pointers, *numbers])})")
         given = [*(f"{name}.data_ptr()" for name in self.arguments), *self.numbers]
         results = "".join(f"out{n}, " for n in range(outputs))
@@ -254,7 +267,9 @@ class _Printed:
         if made not in self.made:
             self.made[made] = str(len(self.made))
             self.sorted[dtype] = None
-            self.lines.append(f"begin{self.made[made]}, order{self.made[made]} = order_of(entries_of({where[index]}), {made})")
+            self.lines.append(
+                f"begin{self.made[made]}, order{self.made[made]} = order_of(entries_of({where[index]}), {made})"
+            )
         where["begin"], where["order"] = f"begin{self.made[made]}", f"order{self.made[made]}"
 
     def fill(self, part: Part, bound: Bound, kernel: CKernel, out: str, shape: Sequence[str]) -> None:

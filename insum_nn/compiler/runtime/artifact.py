@@ -261,7 +261,9 @@ class _Lines:
                     wrong.append(f"t{at}.shape != shape{at}")
                 elif name in layout.index_tensors and at not in known:
                     known[at] = self.reading(spec, name, at, reads)
-            key += [f"{e} if {e} <= {most} else -1" if most < math.inf else e for e, most in self.limits(number, extents)]
+            key += [
+                f"{e} if {e} <= {most} else -1" if most < math.inf else e for e, most in self.limits(number, extents)
+            ]
             wrong += self.ranges(spec, place, output, known)
             limits = limits_of(spec.statement)
             if limits.writes or any(least > 1 for _, _, least in limits.axes):
