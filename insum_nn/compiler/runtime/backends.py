@@ -13,7 +13,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumBackendError
 
-__all__ = ["backend_without_generator", "choose_backend", "is_matrix_product", "require_triton"]
+__all__ = ["backend_without_generator", "choose_backend", "is_matrix_product", "require_compiler", "require_triton"]
 
 
 def choose_backend(bound: Bound, options: Options, *, tables: bool = False) -> tuple[str, str]:
@@ -58,6 +58,22 @@ def is_matrix_product(statement: Statement) -> bool:
 def _library_is_as_fast(bound: Bound, options: Options) -> bool:
     """Return whether the library's products fit the options: torch's setting alone decides their precision."""
     return not options.deterministic and (options.precision == "auto" or bound.dtype != torch.float32)
+
+
+def require_compiler(bound: Bound) -> None:
+    """Raise unless C functions can run on the tensors' device."""
+    if bound.device_type != "cpu":
+        raise InsumBackendError(
+            f"C functions run on a CPU, and these tensors are on {bound.device_type}",
+            expression=bound.statement.text,
+            fix='pass CPU tensors, or choose Options(backend="auto").',
+        )
+    if find_compiler() is None:
+        raise InsumBackendError(
+            'Options(backend="c") needs a C compiler, and neither CC nor cc, gcc or clang on the PATH is one',
+            expression=bound.statement.text,
+            fix='install gcc or clang, or choose Options(backend="auto").',
+        )
 
 
 def require_triton(bound: Bound) -> None:

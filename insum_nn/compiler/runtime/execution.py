@@ -22,7 +22,7 @@ from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.backends import backend_without_generator, choose_backend, require_triton
+from insum_nn.compiler.runtime.backends import backend_without_generator, choose_backend, require_compiler, require_triton
 from insum_nn.compiler.runtime.library import library_calls
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents, fix_extents
 from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
@@ -264,6 +264,7 @@ class Executables:
         """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
         backend, reason, options = self.backend, self.reason, self.options
         if backend == "c":
+            require_compiler(self.bound)
             found = self._in_c(extents)
             if isinstance(found, Executable):
                 return found

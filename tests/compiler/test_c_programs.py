@@ -1,0 +1,238 @@
+"""Statements as C functions: what calls them, when they are compiled, and what runs where they are not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum_nn
+from insum_nn import Options, insum
+from insum_nn.compiler.codegen.c import NotInC
+from insum_nn.compiler.kernels import c_compiler, c_program
+from insum_nn.compiler.runtime import execution
+from insum_nn.errors import InsumBackendError, InsumFormatError, InsumRangeError
+
+SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
+pytestmark = [
+    pytest.mark.c,
+    pytest.mark.skipif(c_compiler.find_compiler() is None, reason="there is no C compiler"),
+]
+
+
+def entries(count: int = 60, rows: int = 20, width: int = 5, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    row, col = torch.randint(-1, rows, (2, count))
+    return {"Row": row, "Val": torch.randn(count, dtype=dtype), "B": torch.randn(rows, width, dtype=dtype), "Col": col}
+
+
+def dense(row: Tensor, val: Tensor, col: Tensor, b: Tensor, rows: int) -> Tensor:
+    kept = (row >= 0) & (col >= 0)
+    matrix = torch.zeros(rows, b.shape[0], dtype=val.dtype)
+    return matrix.index_put((row[kept], col[kept]), val[kept], accumulate=True) @ b
+
+
+def oracle(given: dict[str, Tensor], rows: int = 20) -> Tensor:
+    return dense(given["Row"], given["Val"], given["Col"], given["B"], rows)
+
+
+@pytest.mark.parametrize("count", [0, 1, 60])
+def test_derivatives_to_second_order(count: int):
+    """By a loss that mixes the output with its gradients: each reads what the others wrote."""
+    given = entries(count)
+    leaves = [given[name].requires_grad_() for name in ("Val", "B")]
+
+    def derivatives(y: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(y.sin().sum() + y.square().sum(), leaves, create_graph=True)
+        mixed = sum((g.square().sum() for g in first), y.square().sum())
+        return [y, *first, *torch.autograd.grad(mixed, leaves)]
+
+    program = insum_nn.compile(SPMM)
+    for _ in range(2):
+        found = derivatives(program(tensors=given, out_shape=(20, None)))
+        for got, want in zip(found, derivatives(oracle(given)), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_all_gradients_of_a_call_are_one_function(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+    create = c_program.CProgram.__init__
+
+    def counted(self: c_program.CProgram, parts: list[c_program.Part]) -> None:
+        made.append(len(parts))
+        create(self, parts)
+
+    monkeypatch.setattr(c_program.CProgram, "__init__", counted)
+    insum_nn.clear_cache()
+    given = entries()
+    leaves = [given[name].requires_grad_() for name in ("Val", "B")]
+    torch.autograd.grad(insum(SPMM, tensors=given, out_shape=(20, None)).sum(), leaves)
+    assert made == [1, 2]
+
+
+def test_new_sizes_and_entries_compile_nothing():
+    program = insum_nn.compile(SPMM)
+
+    def step(count: int, rows: int) -> None:
+        given = entries(count, rows)
+        # Whether entries are missing is a kind of its own.
+        given["Row"][0] = given["Col"][1] = -1
+        leaves = [given[name].requires_grad_() for name in ("Val", "B")]
+        y = program(tensors=given, out_shape=(rows, None))
+        torch.testing.assert_close(y, oracle(given, rows))
+        torch.autograd.grad(y.sum(), leaves)
+
+    step(60, 20)
+    before = execution.cache_info().misses
+    for count, rows in ((61, 20), (7, 300), (1000, 3)):
+        step(count, rows)
+    assert execution.cache_info().misses == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_initial_value_and_an_activation(dtype: torch.dtype):
+    given = entries(dtype=dtype)
+    start = torch.randn(5, dtype=dtype)
+    got = insum(SPMM, tensors={**given, "C": start}, out_shape=(20, None))
+    exact = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
+    torch.testing.assert_close(got.double(), oracle(exact) + start.double(), atol=0.05, rtol=0.02)
+    program = insum_nn.compile(SPMM, activation="relu")
+    torch.testing.assert_close(
+        program(tensors=given, out_shape=(20, None)).double(), oracle(exact).relu(), atol=0.05, rtol=0.02
+    )
+
+
+def test_entries_are_checked_at_every_version():
+    given = entries()
+    program = insum_nn.compile(SPMM)
+    for _ in range(2):
+        program(tensors=given, out_shape=(20, None))
+    given["Col"][3] = 20
+    with pytest.raises(InsumRangeError, match="'Col' points outside axis 0 of 'B'"):
+        program(tensors=given, out_shape=(20, None))
+    given["Col"][3] = -2
+    with pytest.raises(InsumRangeError, match="holds -2"):
+        program(tensors=given, out_shape=(20, None))
+    given["Col"][3] = 4
+    torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
+    with pytest.raises(InsumRangeError, match="writes outside axis 0 of 'C'"):
+        program(tensors=given, out_shape=(int(given["Row"].max()), None))
+
+
+def test_operands_that_are_not_contiguous():
+    given = entries()
+    wide = torch.randn(40, 10, dtype=torch.float64)
+    given["B"] = wide[::2, 1::2]
+    given["Val"] = torch.tensor(2.0, dtype=torch.float64).expand(60)
+    torch.testing.assert_close(insum(SPMM, tensors=given, out_shape=(20, None)), oracle(given))
+
+
+def test_bits_do_not_depend_on_threads():
+    given = entries(200_000, 3_000, 16, torch.float32)
+    program, threads = insum_nn.compile(SPMM), torch.get_num_threads()
+    found: list[Tensor] = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(program(tensors=given, out_shape=(3_000, None)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_library_calls_serve_until_the_function_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("INSUM_NN_COMPILE_WORKERS")
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path))
+    waiting: list[c_compiler.CFunction] = []
+    monkeypatch.setattr(c_compiler._workers, "submit", waiting.append)
+    insum_nn.clear_cache()
+    given, program = entries(), insum_nn.compile(SPMM)
+    call = lambda: program(tensors=given, out_shape=(20, None))  # noqa: E731
+    torch.testing.assert_close(call(), oracle(given))
+    # A statement that runs once is not worth a compilation.
+    assert not waiting
+    torch.testing.assert_close(call(), oracle(given))
+    assert waiting
+    assert "until it is compiled" in str(program.explain(tensors=given, out_shape=(20, None)))
+    for function in waiting:
+        function.compile()
+    torch.testing.assert_close(call(), oracle(given))
+    (own,) = [p.run for p in execution._cache.values() if isinstance(p.run, c_program.CProgram)]
+    assert own.compiled
+    # The next process finds it on disk.
+    assert c_compiler.CFunction(own.text, "insum", own.function.pointers, own.function.integers).find()
+
+
+def test_deterministic_calls_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch):
+    """Rounding may not change when the function takes over."""
+    monkeypatch.delenv("INSUM_NN_COMPILE_WORKERS")
+    insum_nn.clear_cache()
+    insum(SPMM, tensors=entries(), out_shape=(20, None), options=Options(deterministic=True))
+    (own,) = [p.run for p in execution._cache.values() if isinstance(p.run, c_program.CProgram)]
+    assert own.compiled
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
+    insum_nn.clear_cache()
+    given, program = entries(), insum_nn.compile(SPMM)
+    for _ in range(3):
+        torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
+    assert "no space left" in str(program.explain(tensors=given, out_shape=(20, None)))
+    assert not any(name.startswith("build-") for _, names, _ in os.walk(tmp_path) for name in names)
+    insum_nn.clear_cache()
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CC", "no-compiler")
+    insum_nn.clear_cache()
+    given, program = entries(), insum_nn.compile(SPMM)
+    torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
+    found = program.explain(tensors=given, out_shape=(20, None))
+    assert (found.backend, found.reason) == ("eager", "there is no C compiler")
+    with pytest.raises(InsumBackendError, match="C compiler"):
+        insum(SPMM, tensors=given, out_shape=(20, None), options=Options(backend="c"))
+    insum_nn.clear_cache()
+
+
+def test_what_c_does_not_print(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise NotInC("such sums")
+
+    monkeypatch.setattr(c_program, "c_kernel", refuse)
+    insum_nn.clear_cache()
+    given, program = entries(), insum_nn.compile(SPMM)
+    torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
+    assert "as C has no such sums" in program.explain(tensors=given, out_shape=(20, None)).decisions[0].reason
+    with pytest.raises(InsumFormatError, match="no C function can be printed: such sums"):
+        insum(SPMM, tensors=given, out_shape=(20, None), options=Options(backend="c"))
+    insum_nn.clear_cache()
+
+
+def test_the_text_that_runs_is_shown():
+    given = entries()
+    found = insum_nn.compile(SPMM).explain(tensors=given, out_shape=(20, None))
+    assert found.backend == "c"
+    source = found.kernel_source()
+    assert source is not None
+    assert "insum(" in source
+
+
+def test_a_forked_process_compiles_by_itself():
+    given = entries()
+    insum(SPMM, tensors=given, out_shape=(20, None))
+    child = os.fork()
+    if child == 0:
+        try:
+            got = insum("y[Row[p],n] += Val[p] * B[Col[p],n] * 3", tensors=given, out_shape=(20, None))
+            os._exit(0 if torch.allclose(got, 3 * oracle(given)) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
