@@ -111,8 +111,9 @@ def dense_from(width: int, side: int) -> float:
 def machine_of(device_type: str, width: int, *, pairwise: bool, library: bool = False) -> Machine:
     """The machine that runs numbers of so many bytes; see `Machine`."""
     if device_type == "cpu":
-        single, call = (_CPU_SINGLE, _CPU_CALL) if pairwise else (_C_SINGLE, _C_CALL)
-        return Machine(_CPU_PER_BYTE[width], single, call, pairwise)
+        if pairwise:
+            return Machine(_CPU_PER_BYTE[width], _CPU_SINGLE, _CPU_CALL, pairwise)
+        return Machine(_C_SINGLE, _C_SINGLE, _C_CALL, pairwise)
     return Machine(_GPU_PER_BYTE[width], _GPU_SINGLE, _GPU_CALL, pairwise, library)
 
 
