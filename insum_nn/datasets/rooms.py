@@ -422,15 +422,12 @@ def write_ply(
         The path.
     """
     path = Path(path)
-    columns = [*points.astype(np.result_type(points, np.float32)).T, *colors.astype(np.uint8).T]
+    columns: list[NDArray[Any]] = [*points.astype(np.result_type(points, np.float32)).T, *colors.astype(np.uint8).T]
     columns += [] if labels is None else [labels.astype(np.int32)]
-    table = np.rec.fromarrays(columns, names=["x", "y", "z", *_COLORS[0], "classification"][: len(columns)])
+    fields = [*zip(("x", "y", "z", *_COLORS[0], "classification"), (column.dtype for column in columns), strict=False)]
     kinds = {"float32": "float", "float64": "double", "uint8": "uchar", "int32": "int"}
     header = ["ply", f"format binary_{sys.byteorder}_endian 1.0", f"element vertex {len(points)}"]
-    header += [f"property {kinds[table.dtype[name].name]} {name}" for name in table.dtype.names or ()] + [
-        "end_header",
-        "",
-    ]
+    header += [*(f"property {kinds[dtype.name]} {name}" for name, dtype in fields), "end_header", ""]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes("\n".join(header).encode("ascii") + table.tobytes())
+    path.write_bytes("\n".join(header).encode("ascii") + np.rec.fromarrays(columns, dtype=fields).tobytes())
     return path
