@@ -32,7 +32,7 @@ BUDGETS: dict[str, Budget] = {
     "layers": Budget(4956, 4800),
     "formats": Budget(2181, 2100),
     "structure": Budget(2800, 2700),
-    "datasets": Budget(1097, 900),
+    "datasets": Budget(1064, 900),
     "models": Budget(700, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(842, 800),

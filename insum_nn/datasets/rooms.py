@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from insum_nn.errors import InsumFormatError, InsumShapeError, MissingExtraError
+from insum_nn.errors import InsumFormatError, InsumShapeError, import_extra
 
 __all__ = [
     "CLASSES",
@@ -324,14 +322,7 @@ def _labels(path: Path, found: _Table, classes: Sequence[str]) -> NDArray[np.int
 @contextmanager
 def _library(name: str, path: Path, package: str = "") -> Generator[Any]:
     """A package that reads a format; what it raises for a damaged file becomes an error that names the file."""
-    try:
-        library = importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{name} is not installed, and {path.suffix} files need it",
-            fix=f"run: pip install {package or name}; or give rooms as text files.",
-            package=name,
-        ) from error
+    library = import_extra(name, f"{path.suffix} files", package)
     try:
         with np.errstate(all="ignore"):
             yield library
@@ -387,30 +378,27 @@ def _read_pcd(path: Path) -> _Table:
 def _read_ascii(path: Path, text: bytes, header: dict[bytes, list[bytes]]) -> _Table:
     """The points of a PCD file that is text: Open3D takes the memory behind its end, and cuts numbers to their type."""
     _warn_without_end(path, text)
-    counts = [int(count) for count in header.get(b"COUNT", [b"1"] * len(header[b"FIELDS"]))]
-    expected = int(header[b"POINTS"][0]), sum(counts)
-    lines = text.decode("ascii").split("\n") if text.strip() else []
-    rows = np.loadtxt(lines, ndmin=2) if lines else np.empty((0, expected[1]))
-    if rows.shape != expected:
-        raise ValueError(f"its header says {expected[0]} lines of {expected[1]} numbers, it has {rows.shape}")
-    found: _Table = {}
-    starts = np.cumsum([0, *counts])
-    for name, kind, size, start in zip(header[b"FIELDS"], header[b"TYPE"], header[b"SIZE"], starts[:-1], strict=True):
-        values = rows[:, start].astype(f"{kind.decode().lower()}{size.decode()}")
-        if kind != b"F" and (values != rows[:, start]).any():
-            raise ValueError(f"field '{name.decode()}' holds numbers that are none of its type")
-        if name in (b"rgb", b"rgba"):
-            packed = values.view(np.uint32)
-            found |= {part: packed >> shift & 255 for part, shift in zip(_COLORS[0], (16, 8, 0), strict=True)}
-        else:
-            found[name.decode()] = values
+    names = [name.decode() for name in header[b"FIELDS"]]
+    columns = zip(header[b"TYPE"], header[b"SIZE"], header.get(b"COUNT", [b"1"] * len(names)), strict=True)
+    # Numbered, as several fields may have the name `_`.
+    kinds = [(f"f{n}", (k + size).decode().lower(), (int(count),)) for n, (k, size, count) in enumerate(columns)]
+    with warnings.catch_warnings():
+        # NumPy before 2.4 warns, and cuts, where a whole number is expected and another is there.
+        warnings.simplefilter("error")
+        rows = np.loadtxt(text.decode("ascii").split("\n"), kinds, ndmin=1)
+    if len(rows) != int(header[b"POINTS"][0]):
+        raise ValueError(f"its header says {header[b'POINTS'][0].decode()} lines, it has {len(rows)}")
+    found = {name: rows[f"f{n}"].reshape(len(rows), -1)[:, 0] for n, name in enumerate(names)}
+    for name in found.keys() & {"rgb", "rgba"}:
+        packed = found.pop(name).view(np.uint32)
+        found |= {part: packed >> shift & 255 for part, shift in zip(_COLORS[0], (16, 8, 0), strict=True)}
     return found
 
 
 def write_ply(
     path: str | Path, points: NDArray[np.floating], colors: NDArray[np.uint8], labels: NDArray[np.integer] | None = None
 ) -> Path:
-    """Write points as a binary PLY, which any viewer opens.
+    """Write points by plyfile as a binary PLY, which any viewer opens.
 
     Args:
         path: the file to write.
@@ -420,14 +408,16 @@ def write_ply(
 
     Returns:
         The path.
+
+    Raises:
+        MissingExtraError: plyfile is not installed.
     """
     path = Path(path)
     columns: list[NDArray[Any]] = [*points.astype(np.result_type(points, np.float32)).T, *colors.astype(np.uint8).T]
     columns += [] if labels is None else [labels.astype(np.int32)]
     fields = [*zip(("x", "y", "z", *_COLORS[0], "classification"), (column.dtype for column in columns), strict=False)]
-    kinds = {"float32": "float", "float64": "double", "uint8": "uchar", "int32": "int"}
-    header = ["ply", f"format binary_{sys.byteorder}_endian 1.0", f"element vertex {len(points)}"]
-    header += [*(f"property {kinds[dtype.name]} {name}" for name, dtype in fields), "end_header", ""]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes("\n".join(header).encode("ascii") + np.rec.fromarrays(columns, dtype=fields).tobytes())
+    with _library("plyfile", path) as plyfile:
+        vertices = plyfile.PlyElement.describe(np.rec.fromarrays(columns, dtype=fields), "vertex")
+    plyfile.PlyData([vertices]).write(str(path))
     return path

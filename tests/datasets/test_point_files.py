@@ -184,6 +184,11 @@ def test_pcd_as_text(tmp_path: Path):
         assert room.points.tolist() == [[1, 2, 3], [4, 5, 6]]
         assert room.colors.tolist() == [[1, 1, 1], [1, 2, 3]]
         assert room.labels.tolist() == [5, 0]
+    path = pcd(tmp_path / "a.pcd", "_ x y normal _ z label", ["9 1 2 7 7 7 9 3 5"] * 2, "F F F F F F U")
+    path.write_text(path.read_text().replace("COUNT 1 1 1 1", "COUNT 1 1 1 3"))
+    room = read_room(path)
+    assert room.points.tolist() == [[1, 2, 3]] * 2
+    assert room.labels.tolist() == [5, 5]
     packed = struct.unpack("<f", struct.pack("<I", 66051))[0]
     room = read_room(pcd(tmp_path / "a.pcd", "x y z rgb", [f"1 2 3 {packed!r}"]))
     assert room.colors.tolist() == [[1, 2, 3]]
