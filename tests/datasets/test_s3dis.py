@@ -125,8 +125,14 @@ class TestPointFiles:
     @pytest.mark.parametrize(("package", "suffix"), [("plyfile", "ply"), ("open3d", "pcd")])
     def test_without_a_reader_its_package_is_named(self, monkeypatch, tmp_path, package, suffix):
         monkeypatch.setitem(sys.modules, package, None)
+        (tmp_path / f"a.{suffix}").write_bytes(bytes(10))
         with pytest.raises(MissingExtraError, match=f"pip install {package}"):
-            read_room(write_ply(tmp_path / f"a.{suffix}", np.zeros((1, 3)), np.zeros((1, 3), np.uint8)))
+            read_room(tmp_path / f"a.{suffix}")
+
+    def test_writing_needs_plyfile(self, monkeypatch, tmp_path):
+        monkeypatch.setitem(sys.modules, "plyfile", None)
+        with pytest.raises(MissingExtraError, match="pip install plyfile"):
+            write_ply(tmp_path / "a.ply", np.zeros((1, 3)), np.zeros((1, 3), np.uint8))
 
     @pytest.mark.parametrize("name", ["a.las", "a.LAZ", "a.txt"])
     def test_without_laspy_the_package_is_named(self, monkeypatch, tmp_path, name):
