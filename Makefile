@@ -76,7 +76,7 @@ $(VENV)/.insum-ready $(VENV)/.insum-examples-ready: pyproject.toml constraints.t
 	  | while IFS='=' read -r name _ version; do sed -i "s/^$${name//[-_.]/[-_.]}==.*/$$name==$$version/I" $(VENV)/constraints.txt; done
 	@# In this mode static tools, such as type checkers, find the package too.
 	$(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt --config-settings editable_mode=compat -e '.[$(EXTRAS)]'
-	@# No Open3D wheel exists for some interpreters and processors; only the readers that use it need it.
+	@# No Open3D wheel exists for some interpreters and processors; only the reader of PCD files needs it.
 	@test -z "$(READERS)" || $(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[$(READERS)]' \
 	  || echo "note: Open3D could not be installed; point clouds can still be read from text, PLY and KITTI files."
 	@touch $@

@@ -52,9 +52,9 @@ def main(argv=None, *, size="full"):
     room = generate_room(1000, num_points=points) if args.room is None else read_room(args.root / args.room)
     sample = voxel_sample(room, voxel_size)
     print(f"{room}: {len(sample.indices)} voxels of {voxel_size} m")
-    scores, labelled = train_s3dis.test(model, [sample], args.device)
+    labelled = list(train_s3dis.test(model, [sample], args.device))
     if (room.labels >= 0).any():
-        print(scores)
+        train_s3dis.print_scores(labelled)
     draw_rooms(labelled, args.out / "segment_room.png")
     predicted = labelled[0][1]
     ply = write_ply(args.out / "segment_room.ply", room.points, class_colors(predicted), predicted)

@@ -6,9 +6,11 @@ carets under each guilty token, facts (expected, got, inferred so far), and one 
 
 from __future__ import annotations
 
+import importlib
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "InsumAliasError",
@@ -26,6 +28,7 @@ __all__ = [
     "MissingExtraError",
     "Span",
     "caret_lines",
+    "import_extra",
     "plural",
     "raise_collected",
 ]
@@ -178,6 +181,34 @@ class InsumBackendError(InsumError, RuntimeError):
 
 class MissingExtraError(InsumError, ImportError):
     """An optional dependency is missing; the message names the package to install."""
+
+
+def import_extra(module: str, purpose: str, package: str = "") -> Any:
+    """Import a module of an optional dependency.
+
+    Args:
+        module: its full name.
+        purpose: what it is needed for.
+        package: what is to be installed; default: the first part of the module's name.
+
+    Raises:
+        MissingExtraError: it is not installed.
+
+    >>> import_extra("absent.io", "pictures")
+    Traceback (most recent call last):
+    ...
+    insum_nn.errors.MissingExtraError: absent is not installed, and is needed for pictures
+      fix: run: pip install absent
+    """
+    name = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{name} is not installed, and is needed for {purpose}",
+            fix=f"run: pip install {package or name}",
+            package=name,
+        ) from error
 
 
 def plural(number: int, word: str) -> str:

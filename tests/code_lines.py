@@ -29,10 +29,10 @@ BUDGETS: dict[str, Budget] = {
     # 1,500 more while C is printed and what that replaces still stands.
     "compiler": Budget(18396 + 1500, 13000),
     "ops": Budget(2830, 1800),
-    "layers": Budget(4956, 4800),
+    "layers": Budget(4950, 4800),
     "formats": Budget(2181, 2100),
     "structure": Budget(2800, 2700),
-    "datasets": Budget(1097, 900),
+    "datasets": Budget(1064, 900),
     "models": Budget(700, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(842, 800),

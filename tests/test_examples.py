@@ -117,7 +117,7 @@ def test_a_room_is_labelled_by_a_checkpoint(example, tmp_path):
     assert (tmp_path / "labels" / "segment_room.png").stat().st_size > 10_000
     # A room without points of a class, as a batch of one, gives a class for each point.
     room = module.read_room(open3d_free)
-    _, labelled = train.test(model, [voxel_sample(room, voxel_size)], "cpu")
+    labelled = list(train.test(model, [voxel_sample(room, voxel_size)], "cpu"))
     assert labelled[0][1].shape == (500,)
 
 

@@ -8,7 +8,7 @@ from insum_nn.datasets.graphs import karate_club, planetoid
 from insum_nn.datasets.rooms import CLASSES, Room, write_ply
 from insum_nn.datasets.s3dis import S3DIS, VoxelBatch, VoxelSample, read_room, voxel_sample
 from insum_nn.datasets.s3dis import collate as collate_voxels
-from insum_nn.datasets.segmentation import SegmentationScores, class_colors, draw_rooms, random_pose
+from insum_nn.datasets.segmentation import class_colors, draw_rooms, random_pose
 from insum_nn.datasets.synthetic_rooms import SyntheticRooms, generate_room
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "AtomStatistics",
     "Configuration",
     "Room",
-    "SegmentationScores",
     "SyntheticRooms",
     "VoxelBatch",
     "VoxelSample",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 
 from insum_nn.datasets.extended_xyz import Configuration
-from insum_nn.errors import MissingExtraError
+from insum_nn.errors import import_extra
 
 __all__ = ["copper_gold"]
 
@@ -36,12 +35,7 @@ def copper_gold(count: int, seed: int = 0) -> list[Configuration]:
     >>> cells[1].species.sort().values.tolist(), cells[0].stress.shape
     ([29, 29, 29, 79], torch.Size([3, 3]))
     """
-    try:
-        build, emt = importlib.import_module("ase.build"), importlib.import_module("ase.calculators.emt")
-    except ImportError as error:
-        raise MissingExtraError(
-            "crystals are built and labelled by ase, which is not installed", fix="run: pip install ase", package="ase"
-        ) from error
+    build, emt = (import_extra(f"ase.{part}", "generated crystals") for part in ("build", "calculators.emt"))
     generator = np.random.default_rng(seed)
     cells: list[Configuration] = []
     for number in range(count):

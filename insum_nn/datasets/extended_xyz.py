@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError, MissingExtraError
+from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError, import_extra
 
 __all__ = ["AtomBatch", "AtomStatistics", "Configuration", "collate", "read_extended_xyz", "statistics"]
 
 
 def _ase(module: str) -> Any:
-    try:
-        return importlib.import_module(f"ase.{module}" if module else "ase")
-    except ImportError as error:
-        raise MissingExtraError(
-            "configurations of atoms are read by ase, which is not installed",
-            fix="run: pip install ase",
-        ) from error
+    return import_extra(module, "configurations of atoms")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +77,7 @@ class Configuration:
     def to_ase(self) -> Any:
         """The same as an `ase.Atoms`, without energy, forces and stress."""
         cell = None if self.cell is None else self.cell.numpy()
-        return _ase("").Atoms(
+        return _ase("ase").Atoms(
             numbers=self.species.numpy(), positions=self.positions.numpy(), cell=cell, pbc=self.periodic
         )
 
@@ -101,7 +94,7 @@ class Configuration:
         """
         if cutoff in self._edges:
             return self._edges[cutoff]
-        find = _ase("neighborlist").neighbor_list
+        find = _ase("ase.neighborlist").neighbor_list
         receivers, senders, images = find("ijS", self.to_ase(), cutoff)
         shifts = torch.from_numpy(np.asarray(images, np.float64))
         offsets = shifts @ self.cell.double() if self.cell is not None else torch.zeros_like(shifts)
@@ -112,16 +105,16 @@ class Configuration:
 
 def _full_stress(stress: NDArray[np.float64]) -> NDArray[np.float64]:
     """(3, 3) from itself, its nine entries, or the six of Voigt: xx, yy, zz, yz, xz, xy."""
-    if stress.size == 9:
-        return stress.reshape(3, 3)
-    if stress.shape != (6,):
+    if stress.shape == (6,):
+        return _ase("ase.stress").voigt_6_to_full_3x3_stress(stress)
+    if stress.size != 9:
         raise InsumShapeError(
             f"a stress has shape {stress.shape}",
             details=["expected (3, 3), (9,) or (6,): xx, yy, zz, yz, xz, xy"],
             fix="pass the key of the stress, not of the virial or of a pressure.",
             got=stress.shape,
         )
-    return stress[[[0, 5, 4], [5, 1, 3], [4, 3, 2]]]
+    return stress.reshape(3, 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,28 +317,18 @@ def read_extended_xyz(
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
-    configurations: list[Configuration] = []
-    for atoms in _frames(path, limit):
-        keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
-        configurations.append(Configuration.from_ase(atoms, **keys))
-    return configurations
-
-
-def _frames(path: Path, limit: int | None) -> Iterator[Any]:
-    number = 0
-    iterator = _ase("io").iread(path, index=":" if limit is None else f":{limit}", format="extxyz")
-    while True:
-        try:
-            atoms = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise InsumFormatError(
-                f"configuration {number} of {path} cannot be read",
-                details=[f"{type(error).__name__}: {error}"],
-                fix="check the number of atoms, and the line that describes the columns.",
-                path=str(path),
-                configuration=number,
-            ) from error
-        number += 1
-        yield atoms
+    frames: list[Any] = []
+    ase_io = _ase("ase.io")
+    try:
+        for atoms in ase_io.iread(path, index=":" if limit is None else f":{limit}", format="extxyz"):
+            frames.append(atoms)
+    except Exception as error:
+        raise InsumFormatError(
+            f"configuration {len(frames)} of {path} cannot be read",
+            details=[f"{type(error).__name__}: {error}"],
+            fix="check the number of atoms, and the line that describes the columns.",
+            path=str(path),
+            configuration=len(frames),
+        ) from error
+    keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
+    return [Configuration.from_ase(atoms, **keys) for atoms in frames]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from pathlib import Path
 from typing import Any
 
 from insum_nn.compiler.schedule.cache_folder import own_folder
-from insum_nn.errors import InsumFormatError, InsumNameError, MissingExtraError
+from insum_nn.errors import InsumFormatError, InsumNameError, import_extra
 
 __all__ = ["karate_club", "planetoid"]
 
@@ -30,7 +29,7 @@ def karate_club() -> Any:
     >>> graph.x.shape, int(graph.train_mask.sum()), int(graph.test_mask.sum())
     (torch.Size([34, 34]), 4, 30)
     """
-    data = _datasets().KarateClub()[0]
+    data = import_extra("torch_geometric.datasets", "the karate club").KarateClub()[0]
     data.val_mask, data.test_mask = data.train_mask, ~data.train_mask
     return data
 
@@ -55,9 +54,9 @@ def planetoid(name: str, root: str | Path) -> Any:
         InsumFormatError: there is no folder that torch_geometric could write to.
         MissingExtraError: torch_geometric is not installed.
     """
-    datasets = _datasets()
-    transform = importlib.import_module("torch_geometric.transforms").NormalizeFeatures()
-    return datasets.Planetoid(str(_planetoid_folder(name, Path(root))), name, transform=transform)[0]
+    datasets, transforms = (import_extra(f"torch_geometric.{part}", name) for part in ("datasets", "transforms"))
+    folder = _planetoid_folder(name, Path(root))
+    return datasets.Planetoid(str(folder), name, transform=transforms.NormalizeFeatures())[0]
 
 
 def _planetoid_folder(name: str, root: Path) -> Path:
@@ -90,14 +89,3 @@ def _planetoid_folder(name: str, root: Path) -> Path:
             link.unlink(missing_ok=True)
             link.symlink_to((source / file).resolve())
     return folder
-
-
-def _datasets() -> Any:
-    try:
-        return importlib.import_module("torch_geometric.datasets")
-    except ImportError as error:
-        raise MissingExtraError(
-            "graphs are read by torch_geometric, which is not installed",
-            fix="run: pip install torch_geometric",
-            package="torch_geometric",
-        ) from error

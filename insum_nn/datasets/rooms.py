@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from insum_nn.errors import InsumFormatError, InsumShapeError, MissingExtraError
+from insum_nn.errors import InsumFormatError, InsumShapeError, import_extra
 
-__all__ = ["CLASSES", "PALETTE", "UNLABELLED", "Room", "is_point_file", "read_point_file", "read_points", "write_ply"]
+__all__ = [
+    "CLASSES",
+    "PALETTE",
+    "UNLABELLED",
+    "Room",
+    "in_float32",
+    "is_point_file",
+    "read_point_file",
+    "read_points",
+    "write_ply",
+]
 
 CLASSES: tuple[str, ...] = (
     "ceiling",
@@ -93,7 +102,7 @@ class Room:
         return f"Room('{self.name}', {len(self)} points, {size} m, {len(np.unique(self.labels))} classes)"
 
 
-def read_points(path: str | Path, *, broken: str = "raise") -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+def read_points(path: str | Path, *, broken: str = "raise") -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
     """Read lines `x y z r g b`.
 
     Args:
@@ -101,7 +110,7 @@ def read_points(path: str | Path, *, broken: str = "raise") -> tuple[NDArray[np.
         broken: `"raise"`, or `"skip"` to leave out lines that are no point, with a warning.
 
     Returns:
-        (n, 3) float32 and (n, 3) uint8; both empty for an empty file.
+        (n, 3) float64 and (n, 3) uint8; both empty for an empty file.
 
     Raises:
         InsumFormatError: a line is no point; the message names file and line. Or the file is no text.
@@ -109,19 +118,21 @@ def read_points(path: str | Path, *, broken: str = "raise") -> tuple[NDArray[np.
     path = Path(path)
     _check_broken(broken)
     if is_point_file(path):
-        raise InsumFormatError(
-            f"{path} is a point cloud in a binary format, not text", fix="call read_point_file.", file=str(path)
-        )
+        raise _error(path, " is a point cloud in a binary format, not text", fix="call read_point_file.")
     text = path.read_bytes()
     if not text.strip():
-        return np.empty((0, 3), np.float32), np.empty((0, 3), np.uint8)
+        return np.empty((0, 3)), np.empty((0, 3), np.uint8)
     try:
-        rows = np.loadtxt(text.decode("ascii").splitlines(), dtype=np.float64, ndmin=2, comments=None)
+        rows = np.loadtxt(text.splitlines(), dtype=np.float64, ndmin=2, comments=None, encoding="ascii")
     except (ValueError, UnicodeDecodeError):
         rows = None
     if rows is None or rows.shape[1] != 6 or not _are_points(rows).all():
         rows = _line_by_line(path, text, broken)
-    return rows[:, :3].astype(np.float32), rows[:, 3:].astype(np.uint8)
+    return rows[:, :3], rows[:, 3:].astype(np.uint8)
+
+
+def _error(path: Path, what: str, *details: str, fix: str = "correct the file.") -> InsumFormatError:
+    return InsumFormatError(f"{path}{what}", details=details, fix=fix, file=str(path))
 
 
 def _check_broken(broken: str) -> None:
@@ -138,7 +149,7 @@ def _are_points(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
 def _line_by_line(path: Path, text: bytes, broken: str) -> NDArray[np.float64]:
     rows: list[list[float]] = []
     bad: list[tuple[int, str]] = []
-    for number, line in enumerate(text.split(b"\n"), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         parts = line.split()
         if not parts:
             continue
@@ -170,152 +181,243 @@ def _line_by_line(path: Path, text: bytes, broken: str) -> NDArray[np.float64]:
     return np.array(rows, dtype=np.float64).reshape(-1, 6)
 
 
-_OPEN3D = (".ply", ".pcd")
+_LABELS = ("classification", "label", "class", "labels", "semantic", "sem_class", "category")
+_COLORS = (("red", "green", "blue"), ("r", "g", "b"), ("diffuse_red", "diffuse_green", "diffuse_blue"))
+_SUFFIXES = (".ply", ".pcd")
+# What float32 may move a point by, in metres.
+_ROUNDING = 5e-4
+_Table = dict[str, NDArray[Any]]
 
 
 def is_point_file(path: str | Path) -> bool:
     """Whether a file is one that `read_point_file` reads, rather than text: by its suffix, or as LAS begins."""
     path = Path(path)
-    return path.suffix.lower() in _OPEN3D or _is_las(path)
+    return path.suffix.lower() in _SUFFIXES or _is_las(path)
 
 
 def _is_las(path: Path) -> bool:
     suffix = path.suffix.lower()
-    if suffix in (".las", ".laz", *_OPEN3D) or not path.is_file():
+    if suffix in (".las", ".laz", *_SUFFIXES) or not path.is_file():
         return suffix in (".las", ".laz")
     with path.open("rb") as file:
         return file.read(4) == b"LASF"
 
 
-def read_point_file(path: str | Path, *, classes: Sequence[str] | None = None) -> Room:
-    """Read a PLY or PCD file by Open3D, a LAS or LAZ file by laspy.
+def read_point_file(path: str | Path, *, classes: Sequence[str] | None = None, broken: str = "raise") -> Room:
+    """Read a PLY file by plyfile, PCD by Open3D, LAS or LAZ by laspy.
 
     Args:
-        path: a file with positions; colours, and labels under `classification`, `label` or `class`, are read if there.
+        path: a file with properties `x y z`. Colours are read from `red green blue` or `r g b`, from 0 to 255 or 65535,
+            floating-point numbers also from 0 to 1; labels from `classification`, `label`, `class` and their like.
+            CloudCompare's prefix `scalar_` and capital letters make no difference.
         classes: names of the file's labels, in their order; each must be one of `CLASSES`. Default: `CLASSES`; but the
             classification of LAS is a list of its own, so that its points have no labels then.
+        broken: `"raise"`, or `"skip"` to leave out points that are not finite, with a warning.
 
     Returns:
-        A room; colours are 0 and labels `UNLABELLED` where the file has none. Points of LAS count from the file's
-        smallest corner, rounded down: float32 holds no map's coordinates.
+        A room; colours are 0 and labels `UNLABELLED` where the file has none. Where float32 would move a point by more
+        than half a millimetre, as map coordinates, and always of LAS, points count from the file's smallest corner,
+        rounded down.
 
     Raises:
-        MissingExtraError: Open3D, or laspy, is not installed.
-        InsumFormatError: the file holds no point, or a label that `classes` does not name.
+        MissingExtraError: the package that reads the format is not installed.
+        InsumFormatError: the file is cut or damaged, holds no point, or a property holds what is no coordinate, colour
+            or label that `classes` names.
     """
     path = Path(path)
-    if _is_las(path):
-        return _read_las(path, classes)
-    classes = CLASSES if classes is None else classes
-    cloud = _open3d().t.io.read_point_cloud(str(path))
-    held = {key: cloud.point[key].numpy() for key in cloud.point}
-    if "positions" not in held or held["positions"].shape[0] == 0:
-        raise InsumFormatError(
-            f"{path} holds no points",
-            details=[f"attributes read: {', '.join(held) or 'none'}"],
-            fix="check that the file exists and is a PLY or PCD point cloud.",
-            file=str(path),
+    _check_broken(broken)
+    las = _is_las(path)
+    read = _read_las if las else _read_pcd if path.suffix.lower() == ".pcd" else _read_ply
+    found = {n.lower().removeprefix("scalar_"): values for n, values in (read(path) if path.is_file() else {}).items()}
+    if las and classes is None:
+        del found["classification"]
+    if not {*"xyz"} <= found.keys() or not len(found["x"]):
+        raise _error(
+            path,
+            " holds no points",
+            f"properties read: {', '.join(found) or 'none'}",
+            fix="check that the file exists and has points with x, y and z.",
         )
-    points = held["positions"].astype(np.float32)
-    colors = held.get("colors", np.zeros_like(points))
-    if np.issubdtype(colors.dtype, np.floating):
-        colors = np.rint(colors * 255)
-    labels = np.full(len(points), UNLABELLED, np.int64)
-    key = next((name for name in ("classification", "label", "class") if name in held), None)
-    if key is not None:
-        labels = _renumber(held[key].reshape(-1).astype(np.int64), classes, path)
-    return Room(path.stem, points, colors.astype(np.uint8), labels)
+    if broken == "skip":
+        finite = np.logical_and.reduce([np.isfinite(found[axis]) for axis in "xyz"])
+        if not finite.all():
+            warnings.warn(f"{path}: {int((~finite).sum())} points that are not finite are left out", stacklevel=2)
+            found = {name: values[finite] for name, values in found.items()}
+    points = np.stack([_numbers(path, found, axis) for axis in "xyz"], axis=1)
+    return Room(
+        path.stem, in_float32(path, points, always=las), _colors(path, found), _labels(path, found, classes or CLASSES)
+    )
 
 
-def _renumber(labels: NDArray[np.int64], classes: Sequence[str], path: Path) -> NDArray[np.int64]:
-    strangers = [name for name in classes if name not in CLASSES]
-    if strangers or (len(labels) and (labels.max() >= len(classes) or labels.min() < UNLABELLED)):
-        raise InsumFormatError(
-            f"{path}: labels and classes do not go together",
-            details=[
-                f"labels {labels.min()} to {labels.max()}; {len(classes)} classes given",
-                f"names that are none of S3DIS: {strangers or 'none'}",
-            ],
+def _numbers(path: Path, found: _Table, name: str, whole: bool = False) -> NDArray[np.float64]:
+    """A property of the points as numbers that are finite."""
+    values = found[name]
+    if values.dtype.kind not in "biuf":
+        raise _error(path, f": property '{name}' holds no numbers")
+    with np.errstate(invalid="ignore"):
+        numbers = values.astype(np.float64)
+    wrong = ~np.isfinite(numbers) | (whole & (numbers != np.floor(numbers)))
+    if wrong.any():
+        row, kind = int(wrong.argmax()), "whole" if whole else "finite"
+        details = f"expected {kind} numbers; {wrong.sum()} of {len(wrong)} are not"
+        raise _error(path, f": property '{name}' of point {row} is {values[row]}", details)
+    return numbers
+
+
+def in_float32(path: Path, points: NDArray[np.float64], always: bool = False) -> NDArray[np.float32]:
+    """Points in metres, counted from their smallest corner where float32 does not hold them as they are."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if len(points) and (always or not np.abs(points.astype(np.float32) - points).max() <= _ROUNDING):
+            points = points - np.floor(points.min(0))
+        narrow = points.astype(np.float32)
+        lost = np.abs(narrow - points).max(0, initial=0)
+    if not np.isfinite(narrow).all() or not lost.max() <= _ROUNDING:
+        axis = "xyz"[int(np.argmax(np.where(np.isfinite(lost), lost, np.inf)))]
+        what = f": property '{axis}' spans {np.ptp(points[:, 'xyz'.index(axis)]):g}"
+        if not np.isfinite(narrow).all():
+            raise _error(path, f"{what}, which float32 does not hold")
+        warnings.warn(f"{path}{what}, and points are rounded by up to {lost.max():g}", stacklevel=3)
+    return narrow
+
+
+def _colors(path: Path, found: _Table) -> NDArray[np.uint8]:
+    names = next((each for each in _COLORS if not found.keys().isdisjoint(each)), None)
+    if names is None:
+        return np.zeros((len(found["x"]), 3), np.uint8)
+    if missing := [name for name in names if name not in found]:
+        raise _error(path, f" has no property '{missing[0]}' beside {', '.join({*names} & found.keys())}")
+    colors = np.stack([_numbers(path, found, name) for name in names], axis=1)
+    if any(found[name].dtype.kind == "f" for name in names):
+        scaled = np.rint(colors * 255 if colors.max() <= 1 else colors)
+    else:
+        # Files with 16 bits; some write 8 of them.
+        scaled = np.floor(colors / 256) if colors.max() > 255 else colors
+    if scaled.min() < 0 or scaled.max() > 255:
+        name = names[int(np.argmax(np.maximum(-scaled.min(0), scaled.max(0))))]
+        span = f"got {colors.min():g} to {colors.max():g}"
+        raise _error(path, f": property '{name}' is no colour", "expected 0 to 255, or 65535, or 1 as floats", span)
+    return scaled.astype(np.uint8)
+
+
+def _labels(path: Path, found: _Table, classes: Sequence[str]) -> NDArray[np.int64]:
+    name = next((each for each in _LABELS if each in found), None)
+    if name is None:
+        known = {*"xyz", "alpha", *(name for names in _COLORS for name in names)}
+        if others := [each for each, values in found.items() if each not in known and values.dtype.kind in "iu"]:
+            warnings.warn(f"{path}: {', '.join(others)} not read; labels are read from {_LABELS[:3]}", stacklevel=3)
+        return np.full(len(found["x"]), UNLABELLED, np.int64)
+    labels = _numbers(path, found, name, whole=True)
+    strangers = [each for each in classes if each not in CLASSES]
+    if strangers or labels.max() >= len(classes) or labels.min() < UNLABELLED:
+        raise _error(
+            path,
+            ": labels and classes do not go together",
+            f"'{name}' from {labels.min():.0f} to {labels.max():.0f}; {len(classes)} classes given",
+            f"names that are none of S3DIS: {strangers or 'none'}",
             fix=f"pass classes= in the file's own order, out of {', '.join(CLASSES)}.",
-            file=str(path),
         )
-    table = np.array([CLASSES.index(name) for name in classes] + [UNLABELLED])
-    return table[labels]
+    return np.array([*map(CLASSES.index, classes), UNLABELLED])[labels.astype(np.int64)]
 
 
-def _read_las(path: Path, classes: Sequence[str] | None) -> Room:
-    laspy = _laspy()
+@contextmanager
+def _library(name: str, path: Path, package: str = "") -> Generator[Any]:
+    """A package that reads a format; what it raises for a damaged file becomes an error that names the file."""
+    library = import_extra(name, f"{path.suffix} files", package)
     try:
-        cloud: Any = laspy.read(str(path))
-    except (laspy.LaspyException, ValueError, OSError) as error:
-        raise InsumFormatError(
-            f"{path} is no LAS file that laspy reads: {error}", fix="check the file.", file=str(path)
-        ) from error
-    found = np.asarray(cloud.xyz, np.float64)
-    if not len(found):
-        raise InsumFormatError(f"{path} holds no points", fix="check that the file is whole.", file=str(path))
-    names = set(cloud.point_format.dimension_names)
-    colors = np.zeros(found.shape, np.uint16)
-    if {"red", "green", "blue"} <= names:
-        colors = np.stack([np.asarray(cloud[name], np.uint16) for name in ("red", "green", "blue")], axis=1)
-        # They have 16 bits; some write 8 of them.
-        colors = colors >> 8 if colors.max() > 255 else colors
-    labels = np.full(len(found), UNLABELLED, np.int64)
-    if classes is not None:
-        labels = _renumber(np.asarray(cloud.classification).astype(np.int64), classes, path)
-    points = found - np.floor(found.min(0))
-    return Room(path.stem, points.astype(np.float32), colors.astype(np.uint8), labels)
+        with np.errstate(all="ignore"):
+            yield library
+    except Exception as error:
+        kind = "LAS" if name == "laspy" else path.suffix[1:].upper()
+        what = f" is no {kind} file that {name} reads: {error}"
+        raise _error(path, what, fix="check that the file is whole.") from error
 
 
-def _laspy() -> Any:
-    try:
-        return importlib.import_module("laspy")
-    except ImportError as error:
-        raise MissingExtraError(
-            "laspy is not installed, and LAS and LAZ files need it",
-            fix="run: pip install 'laspy[lazrs]'; or give rooms as text files.",
-            package="laspy",
-        ) from error
+def _read_ply(path: Path) -> _Table:
+    with _library("plyfile", path) as plyfile:
+        data = plyfile.PlyData.read(str(path))
+        points = data["vertex"].data
+    if data.text:
+        _warn_without_end(path, path.read_bytes())
+    return {name: np.asarray(points[name]) for name in points.dtype.names}
 
 
-def _open3d() -> ModuleType:
-    try:
-        return importlib.import_module("open3d")
-    except ImportError as error:
-        raise MissingExtraError(
-            "Open3D is not installed, and PLY and PCD files need it",
-            fix="run: pip install open3d; or give rooms as text files.",
-            package="open3d",
-        ) from error
+def _warn_without_end(path: Path, text: bytes) -> None:
+    if not text.endswith((b"\n", b"\r")):
+        warnings.warn(f"{path} ends within a line: its last number may be cut off", stacklevel=4)
+
+
+def _read_las(path: Path) -> _Table:
+    with _library("laspy", path, "'laspy[lazrs]'") as laspy:
+        with path.open("rb") as file:
+            # laspy reads as many of them as the header says, of 54 bytes at least, past the end of the file too.
+            records = int.from_bytes(file.read(104)[100:], "little")
+        if records * 54 > path.stat().st_size:
+            raise ValueError(f"it has no room for the {records} records of its header")
+        cloud = laspy.read(str(path))
+        if len(cloud.points) != cloud.header.point_count:
+            raise ValueError(f"it has {len(cloud.points)} of {cloud.header.point_count} points")
+        names = {"x", "y", "z", "red", "green", "blue", "classification"}
+        return {name: np.asarray(cloud[name]) for name in names & {"x", "y", "z", *cloud.point_format.dimension_names}}
+
+
+def _read_pcd(path: Path) -> _Table:
+    with _library("open3d", path) as open3d:
+        header: dict[bytes, list[bytes]] = {}
+        with path.open("rb") as file:
+            while b"DATA" not in header and (line := file.readline()):
+                header |= {word: rest for word, *rest in [line.split()] if rest}
+            if header.get(b"DATA") == [b"ascii"]:
+                return _read_ascii(path, file.read(), header)
+        cloud = open3d.t.io.read_point_cloud(str(path)).point
+        found = {name: cloud[name].numpy() for name in cloud}
+        for name, parts in (("positions", "xyz"), ("colors", _COLORS[0])):
+            found |= dict(zip(parts, found.pop(name, np.empty((0, 0))).T, strict=False))
+        return {name: values.reshape(len(values), -1)[:, 0] for name, values in found.items()}
+
+
+def _read_ascii(path: Path, text: bytes, header: dict[bytes, list[bytes]]) -> _Table:
+    """The points of a PCD file that is text: Open3D takes the memory behind its end, and cuts numbers to their type."""
+    _warn_without_end(path, text)
+    names = [name.decode() for name in header[b"FIELDS"]]
+    columns = zip(header[b"TYPE"], header[b"SIZE"], header.get(b"COUNT", [b"1"] * len(names)), strict=True)
+    # Numbered, as several fields may have the name `_`.
+    kinds = [(f"f{n}", (k + size).decode().lower(), (int(count),)) for n, (k, size, count) in enumerate(columns)]
+    with warnings.catch_warnings():
+        # NumPy before 2.4 warns, and cuts, where a whole number is expected and another is there.
+        warnings.simplefilter("error")
+        rows = np.loadtxt(text.decode("ascii").split("\n"), kinds, ndmin=1)
+    if len(rows) != int(header[b"POINTS"][0]):
+        raise ValueError(f"its header says {header[b'POINTS'][0].decode()} lines, it has {len(rows)}")
+    found = {name: rows[f"f{n}"].reshape(len(rows), -1)[:, 0] for n, name in enumerate(names)}
+    for name in found.keys() & {"rgb", "rgba"}:
+        packed = found.pop(name).view(np.uint32)
+        found |= {part: packed >> shift & 255 for part, shift in zip(_COLORS[0], (16, 8, 0), strict=True)}
+    return found
 
 
 def write_ply(
     path: str | Path, points: NDArray[np.floating], colors: NDArray[np.uint8], labels: NDArray[np.integer] | None = None
 ) -> Path:
-    """Write points as a binary PLY, which any viewer opens.
+    """Write points by plyfile as a binary PLY, which any viewer opens.
 
     Args:
         path: the file to write.
-        points: (n, 3).
+        points: (n, 3); float64 is written as double.
         colors: (n, 3) uint8.
         labels: (n,), stored as `classification`.
 
     Returns:
         The path.
+
+    Raises:
+        MissingExtraError: plyfile is not installed.
     """
     path = Path(path)
-    fields = [("x", "<f4"), ("y", "<f4"), ("z", "<f4"), ("red", "u1"), ("green", "u1"), ("blue", "u1")]
-    names = {"<f4": "float", "u1": "uchar", "<i4": "int"}
-    fields += [("classification", "<i4")] if labels is not None else []
-    table = np.empty(len(points), dtype=fields)
-    for axis, name in enumerate("xyz"):
-        table[name] = points[:, axis]
-    for channel, name in enumerate(("red", "green", "blue")):
-        table[name] = colors[:, channel]
-    if labels is not None:
-        table["classification"] = labels
-    header = ["ply", "format binary_little_endian 1.0", f"element vertex {len(points)}"]
-    header += [f"property {names[kind]} {name}" for name, kind in fields] + ["end_header", ""]
+    columns: list[NDArray[Any]] = [*points.astype(np.result_type(points, np.float32)).T, *colors.astype(np.uint8).T]
+    columns += [] if labels is None else [labels.astype(np.int32)]
+    fields = [*zip(("x", "y", "z", *_COLORS[0], "classification"), (column.dtype for column in columns), strict=False)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes("\n".join(header).encode("ascii") + table.tobytes())
+    with _library("plyfile", path) as plyfile:
+        vertices = plyfile.PlyElement.describe(np.rec.fromarrays(columns, dtype=fields), "vertex")
+    plyfile.PlyData([vertices]).write(str(path))
     return path

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from insum_nn.compiler.schedule.cache_folder import read, sealed, unsealed, write
-from insum_nn.datasets.rooms import CLASSES, UNLABELLED, Room, is_point_file, read_point_file, read_points
+from insum_nn.datasets.rooms import CLASSES, UNLABELLED, Room, in_float32, is_point_file, read_point_file, read_points
 from insum_nn.datasets.voxels import voxelize
 from insum_nn.errors import InsumNameError
 
@@ -33,28 +33,31 @@ def read_room(path: str | Path, *, broken: Literal["raise", "skip"] = "raise") -
 
     Args:
         path: a folder with `Annotations/<class>_<number>.txt`, or with `<room>.txt` alone (no labels); or a file:
-            `.txt` with lines `x y z r g b`, `.ply` or `.pcd` (through Open3D), `.las` or `.laz` (through laspy).
+            `.txt` with lines `x y z r g b`, or what `read_point_file` reads: `.ply`, `.pcd`, `.las`, `.laz`.
         broken: `"raise"` names file and line of the first line that is no point; `"skip"` leaves such lines out, with a
             warning.
 
+    Returns:
+        The room. Where float32 would move a point by more than half a millimetre, as map coordinates, points count from
+        the room's smallest corner, rounded down.
+
     Raises:
         InsumNameError: a class is none of S3DIS, or there is nothing to read.
-        InsumFormatError: a line is no point.
-        MissingExtraError: a PLY or PCD file without Open3D, a LAS or LAZ file without laspy.
+        InsumFormatError: a line is no point, or the file is cut or damaged.
+        MissingExtraError: the package that reads a point file is not installed.
     """
     path = Path(path)
     name = f"{path.parent.name}/{path.name}" if path.parent.name.startswith("Area_") else path.stem
     if path.is_file():
         if is_point_file(path):
-            return read_point_file(path)
+            return read_point_file(path, broken=broken)
         points, colors = read_points(path, broken=broken)
-        return Room(name, points, colors, np.full(len(points), UNLABELLED, np.int64))
+        return Room(name, in_float32(path, points), colors, np.full(len(points), UNLABELLED, np.int64))
     files = _room_files(path)
     parts = [(*read_points(file, broken=broken), _label_of(file)) for file in files]
     labels = [np.full(len(points), label, np.int64) for points, _, label in parts]
-    return Room(
-        name, np.concatenate([p for p, _, _ in parts]), np.concatenate([c for _, c, _ in parts]), np.concatenate(labels)
-    )
+    points, colors, _ = zip(*parts, strict=True)
+    return Room(name, in_float32(path, np.concatenate(points)), np.concatenate(colors), np.concatenate(labels))
 
 
 def _room_files(folder: Path) -> list[Path]:

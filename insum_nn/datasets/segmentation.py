@@ -1,10 +1,8 @@
-"""Scores, augmentation and pictures of labelled rooms."""
+"""Augmentation and pictures of labelled rooms."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,88 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from insum_nn.datasets.rooms import CLASSES, PALETTE, Room
-from insum_nn.errors import InsumShapeError, MissingExtraError
+from insum_nn.errors import import_extra
 
-__all__ = ["SegmentationScores", "class_colors", "draw_rooms", "random_pose"]
+__all__ = ["class_colors", "draw_rooms", "random_pose"]
 
 _UNLABELLED_COLOR = np.array([200, 200, 200], np.uint8)
 _MAX_DRAWN = 30_000
-
-
-@dataclass(frozen=True, eq=False)
-class SegmentationScores:
-    """Scores of predicted classes, from counts that add up over rooms.
-
-    Attributes:
-        counts: (classes, classes) int64 points, by true class (row) and predicted class (column). Points without a true
-            class are not counted.
-
-    >>> scores = SegmentationScores.of(np.array([0, 0, 2, 2, -1]), np.array([0, 2, 2, 2, 1]))
-    >>> scores.accuracy, {name: round(iou, 2) for name, iou in scores.iou.items()}
-    (0.75, {'ceiling': 0.5, 'wall': 0.67})
-    >>> (scores + scores).mean_iou == scores.mean_iou
-    True
-    """
-
-    counts: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> SegmentationScores:
-        """Count the points of a room.
-
-        Args:
-            truth: (n,) places in `CLASSES`, -1 for none.
-            predicted: (n,) places in `CLASSES`.
-
-        Raises:
-            InsumShapeError: the lengths differ.
-        """
-        if truth.shape != predicted.shape or truth.ndim != 1:
-            raise InsumShapeError(
-                "true and predicted classes do not go together",
-                details=[f"expected (n,) and (n,); got {truth.shape} and {predicted.shape}"],
-                fix="pass one true and one predicted class for each point.",
-                got=(truth.shape, predicted.shape),
-            )
-        labelled = truth >= 0
-        size = len(CLASSES)
-        pairs = truth[labelled].astype(np.int64) * size + predicted[labelled]
-        return cls(np.bincount(pairs, minlength=size * size).reshape(size, size))
-
-    @classmethod
-    def of_rooms(cls, rooms: Iterable[tuple[Room, NDArray[np.integer]]]) -> SegmentationScores:
-        """Count the points of several rooms: each room with a predicted class for each of its points."""
-        size = len(CLASSES)
-        return sum(
-            (cls.of(room.labels, predicted) for room, predicted in rooms), start=cls(np.zeros((size, size), int))
-        )
-
-    def __add__(self, other: SegmentationScores) -> SegmentationScores:
-        return SegmentationScores(self.counts + other.counts)
-
-    @property
-    def accuracy(self) -> float:
-        """The fraction of the points whose predicted class is the true one; NaN without labelled points."""
-        total = int(self.counts.sum())
-        return float(np.trace(self.counts)) / total if total else float("nan")
-
-    @property
-    def iou(self) -> dict[str, float]:
-        """Intersection over union of each class that occurs."""
-        hit = np.diag(self.counts)
-        true = self.counts.sum(1)
-        union = true + self.counts.sum(0) - hit
-        return {name: float(hit[i] / union[i]) for i, name in enumerate(CLASSES) if true[i]}
-
-    @property
-    def mean_iou(self) -> float:
-        """Mean intersection over union of the classes that occur; NaN without labelled points."""
-        each = self.iou
-        return sum(each.values()) / len(each) if each else float("nan")
-
-    def __str__(self) -> str:
-        rows = "\n".join(f"  {name:<10}{value:7.1%}" for name, value in self.iou.items())
-        return f"point accuracy {self.accuracy:.2%}, mean IoU {self.mean_iou:.2%}\n{rows}"
 
 
 def random_pose(room: Room) -> Room:
@@ -145,7 +67,8 @@ def draw_rooms(rooms: Sequence[tuple[Room, NDArray[np.integer]]], path: str | Pa
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    figures, agg, patches = (_matplotlib(name) for name in ("figure", "backends.backend_agg", "patches"))
+    parts = ("figure", "backends.backend_agg", "patches")
+    figures, agg, patches = (import_extra(f"matplotlib.{part}", "pictures of rooms") for part in parts)
     labelled = any((room.labels >= 0).any() for room, _ in rooms)
     columns = ["colours", *(["true classes"] if labelled else []), "predicted classes"]
     figure: Any = figures.Figure(figsize=(3.3 * len(columns), 3.0 * len(rooms) + 0.5), layout="constrained")
@@ -196,12 +119,3 @@ def _scatter(axes: Any, points: NDArray[np.float32], colors: NDArray[np.uint8]) 
     axes.view_init(elev=32, azim=-50)
     axes.set_proj_type("persp")
     axes.set_axis_off()
-
-
-def _matplotlib(module: str) -> Any:
-    try:
-        return importlib.import_module(f"matplotlib.{module}")
-    except ImportError as error:
-        raise MissingExtraError(
-            "matplotlib is not installed, and pictures need it", fix="run: pip install matplotlib", package="matplotlib"
-        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,19 +64,10 @@ def voxelize(
     """
     points = np.asarray(points)
     _check(points, voxel_size, labels, features)
-    count, ndim = points.shape
-    if count == 0:
-        width = None if features is None else np.zeros((0, features.shape[1]), np.float32)
-        empty = np.zeros(0, np.int64)
-        none = None if labels is None else empty
-        return Voxels(np.zeros((0, ndim), np.int32), (1,) * ndim, none, width, empty, empty)
     wide = points.astype(np.float64)
-    cells = np.floor((wide - wide.min(0)) / voxel_size)
-    extents = [int(top) + 1 for top in cells.max(0)]
-    total = 1
-    for extent in extents:
-        total *= extent
-    if total > 1 << 62 or max(extents) > 1 << 31:
+    cells = np.floor((wide - wide.min(0, initial=np.inf)) / voxel_size)
+    extents = [int(top) + 1 for top in cells.max(0, initial=0)]
+    if math.prod(extents) > 1 << 62 or max(extents) > 1 << 31:
         raise InsumOverflowError(
             f"a grid of {' x '.join(map(str, extents))} voxels cannot be numbered",
             details=[f"voxel_size {voxel_size}"],
@@ -83,9 +75,7 @@ def voxelize(
             got=tuple(extents),
         )
     cells = cells.astype(np.int64)
-    key = np.zeros(count, np.int64)
-    for axis, extent in enumerate(extents):
-        key = key * extent + cells[:, axis]
+    key = np.ravel_multi_index(tuple(cells.T), extents)
     _, first, inverse, counts = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
     inverse = inverse.reshape(-1)
     majority = None if labels is None else _majority(np.asarray(labels).astype(np.int64), inverse, len(counts))
@@ -95,18 +85,14 @@ def voxelize(
 
 def _majority(labels: NDArray[np.int64], inverse: NDArray[np.int64], voxels: int) -> NDArray[np.int64]:
     voting = labels >= 0
-    kinds = int(labels.max(initial=-1)) + 1
+    kinds = int(labels.max(initial=0)) + 1
     result = np.full(voxels, -1, np.int64)
-    if kinds == 0:
-        return result
     # One key for a (voxel, label) pair that occurs: memory goes with points, not with voxels times labels.
     pairs, votes = np.unique(inverse[voting] * kinds + labels[voting], return_counts=True)
-    # By voxel, then most votes, then smallest label; the first of each voxel wins.
-    order = np.lexsort((pairs % kinds, -votes, pairs // kinds))
-    owners = pairs[order] // kinds
-    winners = np.ones(len(owners), bool)
-    winners[1:] = owners[1:] != owners[:-1]
-    result[owners[winners]] = pairs[order][winners] % kinds
+    # By most votes, then smallest label; the first of each voxel wins.
+    order = np.lexsort((pairs % kinds, -votes))
+    voted, winners = np.unique(pairs[order] // kinds, return_index=True)
+    result[voted] = pairs[order][winners] % kinds
     return result
 
 

@@ -5,11 +5,9 @@ Everything runs on the device of its input and takes memory by entries, never by
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -19,7 +17,6 @@ from insum_nn.dtypes import INDEX_DTYPES, wide_dtype
 from insum_nn.errors import (
     InsumFormatError,
     InsumShapeError,
-    MissingExtraError,
 )
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks
@@ -44,7 +41,6 @@ __all__ = [
     "ranks_in_runs",
     "run_starts",
     "scatter_rows",
-    "scipy_sparse",
     "sort_by_key",
     "sum_rows",
     "torch_entries",
@@ -349,15 +345,3 @@ def uncompressed(tensor: Tensor) -> tuple[Tensor, Tensor]:
     owner = torch.arange(pointers.shape[0] - 1, dtype=plain.dtype, device=plain.device)
     owner = owner.repeat_interleave(pointers.diff(), output_size=plain.shape[0])
     return (owner, plain) if by_row else (plain, owner)
-
-
-def scipy_sparse() -> ModuleType:
-    """`scipy.sparse`, or an error that names the package."""
-    try:
-        return importlib.import_module("scipy.sparse")
-    except ImportError as error:
-        raise MissingExtraError(
-            "scipy is not installed, and scipy matrices need it",
-            fix="run: pip install scipy",
-            package="scipy",
-        ) from error

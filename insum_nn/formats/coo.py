@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError, import_extra
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks, convert
 from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
@@ -323,7 +323,7 @@ class COO(SparseFormat):
             MissingExtraError: scipy is not installed.
             InsumDtypeError: scipy has no such dtype (bfloat16).
         """
-        sparse = convert.scipy_sparse()
+        sparse = import_extra("scipy.sparse", "matrices of scipy")
         self._verify()
         values = self.values.detach().cpu()
         try:
@@ -415,7 +415,7 @@ def scipy_tensors(
     matrix: object, device: torch.device | str | None
 ) -> tuple[tuple[int, ...], tuple[Tensor, ...], Tensor]:
     """Shape, coordinates and values of a scipy sparse container, copied."""
-    sparse = convert.scipy_sparse()
+    sparse = import_extra("scipy.sparse", "matrices of scipy")
     if not sparse.issparse(matrix):
         raise InsumFormatError(
             f"from_scipy needs a scipy sparse array, got {type(matrix).__name__}",

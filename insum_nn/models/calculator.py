@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from insum_nn.errors import InsumNameError, MissingExtraError
+from insum_nn.errors import InsumNameError, import_extra
 from insum_nn.models.nequip import NequIP
 
-try:
-    ase_calculator: Any = importlib.import_module("ase.calculators.calculator")
-    ase_neighbors: Any = importlib.import_module("ase.neighborlist")
-    Calculator: Any = ase_calculator.Calculator
-except ImportError as error:
-    raise MissingExtraError(
-        "PotentialCalculator is a calculator of ase, which is not installed", fix="run: pip install ase", package="ase"
-    ) from error
+ase_calculator = import_extra("ase.calculators.calculator", "PotentialCalculator")
+ase_neighbors = import_extra("ase.neighborlist", "PotentialCalculator")
+Calculator: Any = ase_calculator.Calculator
 
 __all__ = ["PotentialCalculator"]
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import _disable_current_modes
 
-from insum_nn.errors import MissingExtraError
+from insum_nn.errors import import_extra
 from insum_nn.structure.plain_tensors import plain_tensors
 
 __all__ = ["nonzeros"]
@@ -31,13 +31,7 @@ def nonzeros(l1: int, l2: int, l3: int) -> tuple[NDArray[np.int64], NDArray[np.f
     >>> index.shape, round(float(np.square(values).sum()), 6)
     ((3, 6), 1.0)
     """
-    try:
-        from e3nn.o3 import wigner_3j
-    except ImportError as error:
-        raise MissingExtraError(
-            "Clebsch-Gordan coefficients are computed by e3nn, which is not installed",
-            fix="run: pip install e3nn",
-        ) from error
+    wigner_3j = import_extra("e3nn.o3", "Clebsch-Gordan coefficients").wigner_3j
     # torch makes the result on its default device, which may hold no float64, and for the transform or mode that is
     # active, where it may have no values.
     with plain_tensors(), _disable_current_modes(), torch.device("cpu"):

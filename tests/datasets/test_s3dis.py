@@ -122,10 +122,17 @@ class TestReading:
 
 
 class TestPointFiles:
-    def test_without_open3d_the_package_is_named(self, monkeypatch, tmp_path):
-        monkeypatch.setitem(sys.modules, "open3d", None)
-        with pytest.raises(MissingExtraError, match="pip install open3d"):
-            read_room(write_ply(tmp_path / "a.ply", np.zeros((1, 3)), np.zeros((1, 3), np.uint8)))
+    @pytest.mark.parametrize(("package", "suffix"), [("plyfile", "ply"), ("open3d", "pcd")])
+    def test_without_a_reader_its_package_is_named(self, monkeypatch, tmp_path, package, suffix):
+        monkeypatch.setitem(sys.modules, package, None)
+        (tmp_path / f"a.{suffix}").write_bytes(bytes(10))
+        with pytest.raises(MissingExtraError, match=f"pip install {package}"):
+            read_room(tmp_path / f"a.{suffix}")
+
+    def test_writing_needs_plyfile(self, monkeypatch, tmp_path):
+        monkeypatch.setitem(sys.modules, "plyfile", None)
+        with pytest.raises(MissingExtraError, match="pip install plyfile"):
+            write_ply(tmp_path / "a.ply", np.zeros((1, 3)), np.zeros((1, 3), np.uint8))
 
     @pytest.mark.parametrize("name", ["a.las", "a.LAZ", "a.txt"])
     def test_without_laspy_the_package_is_named(self, monkeypatch, tmp_path, name):
@@ -158,7 +165,7 @@ class TestPointFiles:
 
     @pytest.mark.parametrize("labelled", [True, False])
     def test_ply_there_and_back(self, tmp_path, labelled):
-        pytest.importorskip("open3d")
+        pytest.importorskip("plyfile")
         room = generate_room(3, num_points=500)
         labels = room.labels if labelled else None
         back = read_room(write_ply(tmp_path / "b" / "room.ply", room.points, room.colors, labels))
@@ -180,7 +187,7 @@ class TestPointFiles:
             with pytest.raises(InsumFormatError, match="labels and classes do not go together"):
                 read_point_file(tmp_path / "a.pcd", classes=classes)
         with pytest.raises(InsumFormatError, match="holds no points"):
-            read_point_file(tmp_path / "missing.ply")
+            read_point_file(tmp_path / "missing.pcd")
 
 
 class TestDataset:

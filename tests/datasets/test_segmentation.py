@@ -6,54 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from insum_nn.datasets import (
-    CLASSES,
-    Room,
-    SegmentationScores,
-    SyntheticRooms,
-    class_colors,
-    draw_rooms,
-    generate_room,
-    random_pose,
-)
-from insum_nn.errors import InsumShapeError
-
-
-def labels(seed: int, count: int = 400) -> tuple[np.ndarray, np.ndarray]:
-    """True and predicted classes; some points have no true class, some classes do not occur."""
-    generator = np.random.default_rng(seed)
-    return generator.integers(-1, 9, count), generator.integers(0, 13, count)
-
-
-def test_scores_equal_their_definition():
-    truth, predicted = labels(0)
-    scores = SegmentationScores.of(truth, predicted)
-    known = truth >= 0
-    assert scores.accuracy == (truth == predicted)[known].mean()
-    expected = {}
-    for number, name in enumerate(CLASSES):
-        true, said = (truth == number)[known], (predicted == number)[known]
-        if true.any():
-            expected[name] = (true & said).sum() / (true | said).sum()
-    assert scores.iou == pytest.approx(expected)
-    assert scores.mean_iou == pytest.approx(np.mean(list(expected.values())))
-    assert f"mean IoU {scores.mean_iou:.2%}" in str(scores)
-
-
-def test_scores_of_several_rooms_are_those_of_all_points():
-    parts = [labels(seed, count) for seed, count in ((0, 10), (1, 500))]
-    rooms = [(Room("r", np.zeros((len(t), 3), np.float32), np.zeros((len(t), 3), np.uint8), t), p) for t, p in parts]
-    whole = SegmentationScores.of(np.concatenate([t for t, _ in parts]), np.concatenate([p for _, p in parts]))
-    assert np.array_equal(SegmentationScores.of_rooms(rooms).counts, whole.counts)
-    assert np.array_equal(SegmentationScores.of_rooms([]).counts, np.zeros((13, 13)))
-
-
-def test_without_labels_there_is_no_score():
-    scores = SegmentationScores.of(np.full(3, -1), np.zeros(3, int))
-    assert np.isnan(scores.accuracy)
-    assert np.isnan(scores.mean_iou)
-    with pytest.raises(InsumShapeError, match="do not go together"):
-        SegmentationScores.of(np.zeros(2, int), np.zeros(3, int))
+from insum_nn.datasets import Room, SyntheticRooms, class_colors, draw_rooms, generate_room, random_pose
 
 
 def test_a_pose_keeps_shape_and_labels():

@@ -5,7 +5,6 @@ The imports of e3nn, conversion from its modules and calls of its code, and the 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -16,23 +15,16 @@ from torch import Tensor
 from insum_nn.compiler.api import call_step, keep_inner, silu
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.dtypes import FLOATS
-from insum_nn.errors import MissingExtraError
+from insum_nn.errors import import_extra
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.ops.statements import in_a_graph
 from insum_nn.ops.tensor_product import TensorProductSpec, expressions
 
-try:
-    # e3nn 0.4 loads its constants, slices among them, by `torch.load`, which takes no slices unless it is told so.
-    with torch.serialization.safe_globals([slice]):
-        # e3nn has no types, so what comes from it is `Any`.
-        e3nn: Any = importlib.import_module("e3nn")
-        o3: Any = importlib.import_module("e3nn.o3")
-        e3nn_nn: Any = importlib.import_module("e3nn.nn")
-except ImportError as error:
-    raise MissingExtraError(
-        "the equivariant layers take the place of e3nn's, which is not installed", fix="run: pip install e3nn"
-    ) from error
+# e3nn 0.4 loads its constants, slices among them, by `torch.load`, which takes no slices unless it is told so.
+with torch.serialization.safe_globals([slice]):
+    # e3nn has no types, so what comes from it is `Any`.
+    e3nn, o3, e3nn_nn = (import_extra(name, "equivariant layers") for name in ("e3nn", "e3nn.o3", "e3nn.nn"))
 
 __all__ = [
     "E3NN_IN_GRAPHS",

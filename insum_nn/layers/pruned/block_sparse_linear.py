@@ -231,6 +231,9 @@ class BlockSparseLinear(PrunedModule):
     def _grid_norms(self, dense: Tensor) -> Tensor:
         return group_norms(dense, self.block_shape)
 
+    def _example(self) -> Tensor:
+        return self.weight.new_zeros(1, self.in_features)
+
     def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
         wide = torch.promote_types(grad_output.dtype, torch.float32)
         rows = math.prod(input.shape[:-1])

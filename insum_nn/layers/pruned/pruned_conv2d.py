@@ -253,6 +253,11 @@ class PrunedConv2d(PrunedModule):
     def _grid_norms(self, dense: Tensor) -> Tensor:
         return dense.abs()
 
+    def _example(self) -> Tensor:
+        sides = zip(self.dilation, self.kernel_size, self.zeros, strict=True)
+        size = [step * (cells - 1) + 1 + sum(zeros) for step, cells, zeros in sides]
+        return self.weight.new_zeros(1, self.in_channels, *size)
+
     def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
         batched = input.ndim == 4
         input, grad = (input, grad_output) if batched else (input[None], grad_output[None])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import GroupCOO, GroupSize
+from insum_nn.layers.pruned.scripted_call import ScriptedCall
 from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.structure.pruning import note_new_rows, random_mask
 from insum_nn.tensor_cache import unwritten
@@ -79,6 +80,10 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
     def _make_index(self, position: Tensor) -> dict[str, Tensor]:
         """Return the index tensors of the statement for these places."""
+        raise NotImplementedError
+
+    def _example(self) -> Tensor:
+        """Return the smallest input of a call."""
         raise NotImplementedError
 
     def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
@@ -256,6 +261,10 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         """Return cells at (row, col) in groups that share their row; the values are the cells' numbers."""
         number = torch.arange(row.shape[0], device=row.device)
         return GroupCOO.from_coo((row, col), number, shape, group_size=size)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what TorchScript is to compile in place of the layer; it calls this."""
+        return ScriptedCall(self, self._example())
 
     # State.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumNameError, MissingExtraError
+from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumNameError, import_extra
 
 __all__ = ["get_arch", "get_current_stream", "torch_tensor_to_tv", "torch_tensors_to_tv"]
 
@@ -52,13 +51,7 @@ def torch_tensor_to_tv(
         InsumDtypeError: cumm has no such dtype.
         InsumDeviceError: the tensor is on another kind of device.
     """
-    try:
-        tv: Any = importlib.import_module("cumm.tensorview")
-    except ImportError as error:
-        raise MissingExtraError(
-            "torch_tensor_to_tv needs cumm",
-            fix="pip install cumm, or pass the torch tensor, which every function of this package takes.",
-        ) from error
+    tv = import_extra("cumm.tensorview", "torch_tensor_to_tv; functions of this package take the torch tensor")
     if dtype is None:
         if ten.dtype not in _NAMES:
             raise InsumDtypeError(
