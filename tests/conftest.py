@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import insum_nn
 from insum_nn.compiler.forms import plan
 from tests.golden_fixture import golden, pytest_addoption
 
@@ -77,27 +76,6 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan what another process, or a test that changed the compiler, planned before; a module may override this."""
     monkeypatch.setattr(plan, "read", lambda *_: None)
     monkeypatch.setattr(plan, "write", lambda *_: False)
-
-
-# What tests run on a CPU: library calls, as where there is no compiler; with INSUM_TEST_C=1 C functions, all of them
-# compiled before they are called. A test's marks `c` and `library_calls` say which it needs.
-_C_EVERYWHERE = os.environ.get("INSUM_TEST_C", "") == "1"
-_OWN = {name: os.environ.get(name) for name in ("CC", "INSUM_NN_COMPILE_WORKERS")}
-
-
-@pytest.fixture(autouse=True)
-def _what_a_cpu_runs(request: pytest.FixtureRequest) -> None:
-    in_c = request.node.get_closest_marker("c") is not None
-    in_c = in_c or (_C_EVERYWHERE and request.node.get_closest_marker("library_calls") is None)
-    wanted = {**_OWN, "INSUM_NN_COMPILE_WORKERS": "0"} if in_c else {**_OWN, "CC": "no-compiler"}
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        # Also for processes that the test starts. Programs know which backend they were made for.
-        for name, value in wanted.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        insum_nn.clear_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ from insum_nn.compiler.ir.graph import Library, store_of
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_graph
 from insum_nn.compiler.lang.bind import Bound, bind
+from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.passes.library.contraction_order import contraction_order
 from insum_nn.compiler.passes.library.library_graph import LibraryGraph, library_graph
 from insum_nn.compiler.passes.library.steps import Target
-from insum_nn.compiler.runtime.library.fixed_extents import slot_indices
 from insum_nn.testing.random_programs import random_program
 from tests.golden_fixture import Golden
 

@@ -14,7 +14,7 @@ pytest.importorskip("e3nn")
 
 from insum_nn.compiler.lang import printed
 from insum_nn.compiler.runtime.composite import path_products, path_program
-from insum_nn.compiler.runtime.composite.shared_statements import SharedStatements
+from insum_nn.compiler.runtime.composite.shared_paths import SharedPaths
 from insum_nn.compiler.runtime.steps import needed_gradients
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product
@@ -45,15 +45,15 @@ MIXED = Case(
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The roles of every run."""
     found: list[str] = []
-    call = SharedStatements.together
+    call = SharedPaths.together
 
-    def counted(self: SharedStatements, *given: Any) -> list[Tensor] | None:
+    def counted(self: SharedPaths, *given: Any) -> list[Tensor] | None:
         made = call(self, *given)
         if made is not None:
             found.append("".join(dict.fromkeys(output[0] for output in self.outputs)))  # type: ignore[index]
         return made
 
-    monkeypatch.setattr(SharedStatements, "together", counted)
+    monkeypatch.setattr(SharedPaths, "together", counted)
     return found
 
 

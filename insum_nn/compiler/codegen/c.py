@@ -63,8 +63,8 @@ def c_kernel(
     """Print an algorithm of `ir.build` whose static tables are folded, as one C function.
 
     Args:
-        kernel: the algorithm; extents that are compiled in are numbers. All buffers are contiguous, and an initial value
-            may be the memory of the output.
+        kernel: the algorithm; extents that are compiled in are numbers. All buffers are contiguous. An initial
+            value may be the memory of the output.
         output_extents: extents of the output that are compiled in.
         name: of the function.
         vector_bytes: bytes of a vector.
@@ -85,8 +85,9 @@ def translation_unit(kernels: Sequence[CKernel], entry: str) -> str:
     """Return the text of kernels and of one function that calls them in order.
 
     `entry` takes the pointers of all kernels, each once, in the order in which they are met, then their numbers,
-    likewise, and the number of threads, as `long`. It returns 0, or 1 if a kernel got no memory. Arguments go by place, so a caller may first
-    give pointers and numbers of its kernels other names (`dataclasses.replace`), as those of a graph's tensors.
+    likewise, and the number of threads, as `long`. It returns 0, or 1 if a kernel got no memory. Arguments go by place,
+    so a caller may first give pointers and numbers of its kernels other names (`dataclasses.replace`), as those of a
+    graph's tensors.
     """
     pieces = dict.fromkeys(piece for kernel in kernels for piece in kernel.prelude.split(PIECES))
     pointers = dict.fromkeys(pointer for kernel in kernels for pointer in kernel.pointers)

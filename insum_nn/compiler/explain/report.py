@@ -83,7 +83,7 @@ class Explanation:
         extents: the extent of each index and of each output axis that no index names, with its source.
         output_shape: shape of the result; `None` when only the text is explained.
         tensors: the tensors read, and the initial value where there is one.
-        backend: `"c"`, `"eager"`, `"inductor"` or `"triton"`; `None` without tensors, and for a call without a single term.
+        backend: `"c"`, `"eager"`, `"inductor"` or `"triton"`; `None` without tensors, and for a call without a term.
         reason: why this backend, or why there is no program.
         torch_code: the library calls that run, or that Inductor compiles, or what a call of a C function does on the
             host; `None` for Triton's kernels.

@@ -22,18 +22,20 @@ from queue import SimpleQueue
 from typing import Any
 
 from insum_nn.compiler.kernels.ahead import processors
-from insum_nn.compiler.schedule.cache_folder import own_folder
+from insum_nn.compiler.schedule.cache_folder import located, write
+from insum_nn.locks import new_lock
 
 __all__ = ["CFunction", "background", "find_compiler"]
 
-# Lanes and accumulators are explicit in the text, so nothing may reorder sums: `-ffast-math` neither, and a library that
-# is linked with it would make the whole process flush denormal numbers. gcc's own vectorizers gain nothing then, and
-# take most of the time.
+# Lanes and accumulators are explicit in the text, so nothing may reorder sums. No `-ffast-math`: a library linked with
+# it makes the whole process flush denormal numbers. gcc's own vectorizers gain nothing, and take most of the time.
 _FLAGS = (
     "-std=gnu11 -O2 -fno-tree-vectorize -fno-tree-slp-vectorize -fno-math-errno -fno-trapping-math -fPIC -w"
 ).split()
 # Seconds after which a compilation is given up; the slowest of the kernels of all tests takes a tenth.
 _LONGEST = 60.0
+# Of the cache folder.
+_KIND = "c"
 # Compilations at one time.
 _SEVERAL = 4
 
@@ -105,10 +107,9 @@ class CFunction:
 
     def find(self) -> bool:
         """Load it where some process compiled it before, and tell whether it did."""
-        folder = own_folder("c")
-        path = None if folder is None else folder / f"{self._key()}.so"
-        if path is not None and path.exists():
-            self._load(path)
+        with located(_KIND, f"{self._key()}.so") as path:
+            if path is not None:
+                self._load(path)
         return self.run is not None
 
     def compile(self) -> None:
@@ -127,9 +128,9 @@ class CFunction:
         return hashlib.sha256(f"{_environment(command)}\n{self.text}".encode()).hexdigest()[:40]
 
     def _build(self) -> None:
-        command, folder = find_compiler(), own_folder("c")
+        command = find_compiler()
         assert command is not None
-        with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as place:
+        with tempfile.TemporaryDirectory(prefix="insum_nn-") as place:
             library = Path(place, "kernel.so")
             # Linked without a library of threads: torch has loaded one, and two would not know of each other.
             run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=_LONGEST, cwd=place)
@@ -139,14 +140,12 @@ class CFunction:
             if done.returncode:
                 self.error = f"{command[0]} ended with status {done.returncode}: {done.stderr[:2000]}"
                 return
-            if folder is not None:
-                kept = folder / f"{self._key()}.so"
-                library.replace(kept)
-                library = kept
-            self._load(library)
+            # Where nothing can be kept, it is loaded from where it was made.
+            if not (write(_KIND, f"{self._key()}.so", library.read_bytes()) and self.find()):
+                self._load(str(library))
 
-    def _load(self, path: Path) -> None:
-        function = ctypes.CDLL(str(path))[self.name]
+    def _load(self, path: str) -> None:
+        function = ctypes.CDLL(path)[self.name]
         function.restype = ctypes.c_int
         function.argtypes = [ctypes.c_void_p] * self.pointers + [ctypes.c_long] * self.integers
         self.run = function
@@ -159,7 +158,7 @@ class _Workers:
     def __init__(self) -> None:
         self._queue: SimpleQueue[CFunction] = SimpleQueue()
         self._threads = 0
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def submit(self, function: CFunction) -> None:
         self._queue.put(function)

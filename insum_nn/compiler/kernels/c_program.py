@@ -34,8 +34,8 @@ from insum_nn.compiler.kernels.c_compiler import CFunction, background
 from insum_nn.compiler.kernels.c_structures import entries_of, order_of, sorting
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.printed import function_of_lines
-from insum_nn.compiler.runtime.library.fixed_extents import slot_indices
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.schedule.canonical import Tables
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from insum_nn.compiler.lang.bind import Extents, layout_of
+from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.syntax import Index, Statement
 
-__all__ = ["INT32_AXIS", "INT64_MAX", "Limits", "limits_of"]
+__all__ = ["INT32_AXIS", "INT64_MAX", "Limits", "limits_of", "slot_indices"]
 
 INT32_AXIS = 2**31
 """Entries that int32 tells apart."""
@@ -76,3 +76,19 @@ def limits_of(statement: Statement) -> Limits:
                 places = [(c, layout.indices.index(a.name)) for c, a in terms if isinstance(a, Index)]
                 writes.append((axis, subscript.offset, tuple(places)))
     return Limits(steep, tuple(axes), tuple(writes))
+
+
+def slot_indices(bound: Bound) -> tuple[str, ...]:
+    """Return the indices that count the slots of a group: summed, and an axis of an index tensor of several axes.
+
+    Their extent is a property of the format rather than of the data, so a compiled program may fix it.
+    """
+    statement = bound.statement
+    written = {index.name for index in statement.output.indices()}
+    slots: dict[str, None] = {}
+    for read in statement.reads:
+        for access in read.nested():
+            if len(access.subscripts) < 2:
+                continue
+            slots.update((s.plain, None) for s in access.subscripts if s.plain is not None and s.plain not in written)
+    return tuple(slots)

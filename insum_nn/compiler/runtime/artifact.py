@@ -15,9 +15,9 @@
         body = bodies.get((t1.dtype, i0.low < 0, ..., e0_1 if e0_1 <= 128 else -1))
         return meet(...) if body is None else body(pool, extents, shapes, initial)
 
-What a call of this kind does not do here, it returns `None` for: what is wrong with its arguments, or what library calls
-do, is for `dispatch` to find. Kinds are told apart by dtypes, by whether entries are missing, and by the extents that are
-compiled in; nothing else of a call prints or compiles anything.
+It returns `None` for other calls: what is wrong with their arguments, or that library calls do them, is for `dispatch`
+to find. Kinds are told apart by dtypes, by whether entries are missing, and by the extents that are compiled in.
+Nothing else of a call prints or compiles anything.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from insum_nn.compiler.lang.index_checks import writes_sums
 from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.runtime.backends import choose_backend
-from insum_nn.compiler.runtime.composite.statement_choice import multiplies_by_matrices
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences
 from insum_nn.compiler.runtime.execution import Executables, forgets_programs, generation
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
@@ -159,9 +158,6 @@ class Artifact:
             tensors = [pool[at] for at in places]
             if choose_backend(bound, spec.options, tables=bool(spec.static))[0] != "c":
                 return None
-            indices = dict(zip(spec.layout.indices, sizes.indices, strict=True))
-            if spec.static and multiplies_by_matrices(spec.statement, dict(spec.static), indices):
-                return None
             if not spec.static and self._sequences[number].of(tensors, sizes) is not None:
                 return None
             if len(self.specs) == 1:
@@ -181,7 +177,7 @@ class Artifact:
         """What runs a kind of call once its function is compiled, and nothing before."""
         alone = len(self.specs) == 1
         options = self.specs[0].options
-        wait = options.deterministic or options.backend == "c"
+        wait = options.deterministic
 
         def run(
             pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
@@ -366,6 +362,6 @@ class _Lines:
 
 def _elsewhere(spec: Spec) -> bool:
     """Whether `dispatch` has to look at each call."""
-    if spec.options.validate or spec.options.backend not in ("auto", "c") or limits_of(spec.statement).steep:
+    if spec.options.validate or spec.options.backend != "c" or limits_of(spec.statement).steep:
         return True
     return writes_sums(spec.statement) and not spec.drop_outside

@@ -195,7 +195,7 @@ class _Together:
     """The derivative programs of several tensors as one C function.
 
     Attributes:
-        artifact: what runs them.
+        artifact: what runs them; `None`: there are fewer than two.
         read: the positions of its tensors among those of the call, the gradient and the shares.
         indices: for each program the positions of its extents among those of the call.
         written: the position of the tensor that each output is the gradient of.
@@ -212,7 +212,9 @@ class _Together:
         places = [tuple(slot[place] for place in derived.places) for _, derived in steps]
         self.indices = tuple(derived.indices for _, derived in steps)
         given: list[Any] = [pool[place] for place in self.read]
-        self.artifact = Artifact([derived.spec for _, derived in steps], places, [n for n, _ in steps], given)
+        self.artifact = None
+        if len(self.written) > 1:
+            self.artifact = Artifact([derived.spec for _, derived in steps], places, [n for n, _ in steps], given)
 
 
 def _together(
@@ -224,7 +226,8 @@ def _together(
     found: _Together | None = spec.together.get(key)
     if found is None:
         found = spec.together[key] = _Together(spec, pool, needs)
-    if len(found.written) < 2 or not found.artifact.printed:
+    artifact = found.artifact
+    if artifact is None or not artifact.printed:
         return None
     given: list[Any] = [pool[place] for place in found.read]
     own = call.indices
@@ -233,7 +236,7 @@ def _together(
     for at in found.written:
         tensor = pool[at]
         outputs.append(tuple(shapes[at] if tensor is None else tensor.shape))  # type: ignore[index]
-    made = found.artifact.run(given, extents, outputs, None)
+    made = artifact.run(given, extents, outputs, None)
     if made is None:
         return None
     result: list[Tensor | None] = [None] * len(needs)
@@ -266,7 +269,7 @@ def gradients(
     spec = call.spec
     values, names, pool = spec.layout.value_tensors, spec.layout.tensors, (*tensors, grad, share)
     read = pool.__getitem__
-    if run is None and grad.is_cpu and (together := _together(call, pool, shapes, needs)) is not None:
+    if run is None and spec.options.backend == "c" and (together := _together(call, pool, shapes, needs)) is not None:
         return together
     found: list[Tensor | None] = []
     for position, need in enumerate(needs):

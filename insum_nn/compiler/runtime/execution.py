@@ -14,15 +14,20 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
-from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.codegen.c import NotInC
+from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents
 from insum_nn.compiler.kernels.c_structures import clear_entries
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.backends import backend_without_generator, choose_backend, require_compiler, require_triton
+from insum_nn.compiler.runtime.backends import (
+    backend_without_generator,
+    choose_backend,
+    require_compiler,
+    require_triton,
+)
 from insum_nn.compiler.runtime.library import library_calls
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents, fix_extents
 from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
@@ -107,7 +112,7 @@ class Executable:
 
         def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             nonlocal slow
-            if program.compiled or program.called(wait=options.deterministic or options.backend == "c"):
+            if program.compiled or program.called(wait=options.deterministic):
                 return program.body(tensors, indices, output, initial)[0]
             if slow is None:
                 other = from_graph(replace(self.bound, static=()), tensors, extents, options, "eager", self.reason)

@@ -8,9 +8,10 @@ from dataclasses import replace
 from insum_nn.compiler.forms.placement import SHARED_MULTIPLE
 from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
+from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.options import Options
 
-__all__ = ["FixedExtents", "fix_extents", "is_feature", "slot_indices"]
+__all__ = ["FixedExtents", "fix_extents", "is_feature"]
 
 # Longest in-group sum that is unrolled; longer ones keep a reduction loop.
 _UNROLL_LIMIT = 32
@@ -78,22 +79,6 @@ def _in_written_rows(layout: Layout, index: str) -> bool:
         return False
     written = layout.output_plain
     return index in written and None in written[: written.index(index)]
-
-
-def slot_indices(bound: Bound) -> tuple[str, ...]:
-    """Return the indices that count the slots of a group: summed, and an axis of an index tensor of several axes.
-
-    Their extent is a property of the format rather than of the data, so a compiled program may fix it.
-    """
-    statement = bound.statement
-    written = {index.name for index in statement.output.indices()}
-    slots: dict[str, None] = {}
-    for read in statement.reads:
-        for access in read.nested():
-            if len(access.subscripts) < 2:
-                continue
-            slots.update((s.plain, None) for s in access.subscripts if s.plain is not None and s.plain not in written)
-    return tuple(slots)
 
 
 def is_feature(layout: Layout, index: str) -> bool:
