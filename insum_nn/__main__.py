@@ -73,7 +73,8 @@ def _cache() -> Iterator[tuple[str, str]]:
     kernels = os.environ.get("TRITON_CACHE_DIR") or Path(
         os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache"
     )
-    folders = {"cache folder": cache_folder(), "Triton's cache folder": Path(kernels)}
+    own = cache_folder()
+    folders = ({} if own is None else {"cache folder": own}) | {"Triton's cache folder": Path(kernels)}
     for name, folder in folders.items():
         files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
         yield name, f"{folder} ({len(files)} files, {sum(files) / 2**20:.1f} MiB)"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 __all__ = [
     "DTYPES",
@@ -130,7 +130,7 @@ def not_dense(value: object) -> str | None:
     """
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    if isinstance(value, UninitializedTensorMixin):
+    if isinstance(value, UninitializedBuffer | UninitializedParameter):
         return "an uninitialized parameter or buffer"
     if value.is_nested:
         return "a nested tensor"

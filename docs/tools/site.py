@@ -75,7 +75,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if uri in _records:
         markdown = with_outputs(markdown, _records[uri])
         if os.environ["INSUM_TUTORIALS"] == "tiny":
-            title, _, rest = markdown.partition("\n")
+            title, _separator, rest = markdown.partition("\n")
             markdown = title + TINY.format(sizes=TINY_SIZES.findall(markdown)[0]) + rest
     depth = uri.count("/")
     # Links of a file beside docs/ lead into it.

@@ -13,7 +13,7 @@ from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.kernels.row_partition import RowPartition
 from insum_nn.compiler.kernels.sized import Kernel
 
-__all__ = ["Description", "describe_kernel"]
+__all__ = ["Description", "Printed", "describe_kernel"]
 
 Choice = tuple[str, str, str]
 

@@ -21,6 +21,7 @@ from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Access
+from insum_nn.compiler.runtime.artifact import Call as ArtifactCall
 from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, kept_tensors
 from insum_nn.compiler.runtime.batched_gradients import (
     batched_access,
@@ -347,7 +348,7 @@ def apply_plain(
     initial: Tensor | None,
     extents: Extents,
     checked: CheckedCall | None = None,
-    unsized: UnsizedCall | None = None,
+    unsized: UnsizedCall | ArtifactCall | None = None,
 ) -> Tensor | None:
     """Run a program on plain tensors, as `apply` does; `None`: nothing records or follows the call, so it is not run.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, derivatives
 from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.runtime.artifact import Call as ArtifactCall
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.dispatch import (
     CheckedCall,
@@ -59,7 +60,7 @@ class Call:
     key: Key | None = None
     checked: CheckedCall | None = None
     plain: bool = False
-    unsized: UnsizedCall | None = None
+    unsized: UnsizedCall | ArtifactCall | None = None
     _steps: dict[int, tuple[Step, ...]] = field(default_factory=dict)
 
     @staticmethod
@@ -70,7 +71,7 @@ class Call:
         checked: CheckedCall | None,
         *,
         plain: bool,
-        unsized: UnsizedCall | None = None,
+        unsized: UnsizedCall | ArtifactCall | None = None,
     ) -> Call:
         """The call; the same one for all calls that share what is remembered of them."""
         if checked is None:
