@@ -56,7 +56,6 @@ class CKernel:
 def c_kernel(
     kernel: Kernel,
     *,
-    output_extents: Sequence[int | None] | None = None,
     name: str = "kernel",
     vector_bytes: int = _VECTOR,
 ) -> CKernel:
@@ -65,18 +64,13 @@ def c_kernel(
     Args:
         kernel: the algorithm; extents that are compiled in are numbers. All buffers are contiguous. An initial
             value may be the memory of the output.
-        output_extents: extents of the output that are compiled in.
         name: of the function.
         vector_bytes: bytes of a vector.
 
     Raises:
         NotInC: the kernel has something that C functions do not.
     """
-    buffer = kernel.results[0].buffer
-    extents = {e: Const(n) for e, n in zip(buffer.shape, output_extents or (), strict=False) if n is not None}
-    replaced = kernel.replace({e: n for e, n in extents.items() if isinstance(e, Size)})
-    assert isinstance(replaced, Kernel)
-    lowered = lower(replaced)
+    lowered = lower(kernel)
     verify_kernel(lowered.kernel, placed=False)
     return _Printer(lowered, name, vector_bytes).print()
 
