@@ -64,8 +64,7 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
         InsumFormatError: `matrix` is no sparse format.
 
     >>> import torch
-    >>> from insum_nn.dtypes import not_dense
-    from insum_nn.formats import BlockCOO, GroupCOO
+    >>> from insum_nn.formats import BlockCOO, GroupCOO
     >>> spmm(GroupCOO.from_dense(torch.eye(2), group_size=2), torch.ones(2, 1)).tolist()
     [[1.0], [1.0]]
     >>> spmm(BlockCOO.from_dense(torch.ones(3, 3), block_shape=(2, 2)), torch.tensor([1.0, 2.0, 3.0])).tolist()
@@ -165,8 +164,7 @@ def spmm_expression(matrix: SparseFormat) -> str:
         InsumFormatError: `matrix` is no sparse format.
 
     >>> import torch
-    >>> from insum_nn.dtypes import not_dense
-    from insum_nn.formats import COO
+    >>> from insum_nn.formats import COO
     >>> spmm_expression(COO.from_dense(torch.eye(2)))
     'C[Row[p],n] += Val[p] * B[Col[p],n]'
     """
@@ -177,8 +175,7 @@ def spmm_program(matrix: SparseFormat, *, options: Options = DEFAULT) -> Program
     """Return the program that `spmm` runs for a matrix, to explain it or to call it with other tensors.
 
     >>> import torch
-    >>> from insum_nn.dtypes import not_dense
-    from insum_nn.formats import COO
+    >>> from insum_nn.formats import COO
     >>> matrix = COO.from_dense(torch.eye(2))
     >>> spmm_program(matrix)(**matrix.tensors, B=torch.ones(2, 1), out_shape=(2, None)).tolist()
     [[1.0], [1.0]]
