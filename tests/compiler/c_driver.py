@@ -80,27 +80,16 @@ class Case:
     def out_dtype(self) -> torch.dtype:
         return getattr(torch, self.kernel.results[0].buffer.dtype)  # type: ignore[no-any-return]
 
-    def printed(self, name: str, *, threads: bool = False, **options: Any) -> CKernel:
-        contiguous = {name: tensor.is_contiguous() for name, tensor in self.memory.items()}
-        return c_kernel(self.kernel, contiguous=contiguous, threads=threads, name=name, **options)
+    def printed(self, name: str, **options: Any) -> CKernel:
+        return c_kernel(self.kernel, name=name, **options)
 
     def expected(self) -> Tensor:
         """What the interpreter computes, in float64 or int64."""
         return interpret_kernel(self.kernel, self.memory, self.sizes)[OUTPUT]
 
-    def numbers(self, names: Sequence[str]) -> list[int]:
-        found: list[int] = []
-        for name in names:
-            if name in self.sizes:
-                found.append(self.sizes[name])
-            else:
-                buffer, axis = name.rsplit("_stride_", 1)
-                found.append(self.memory[buffer].stride(int(axis)))
-        return found
-
     def run(self, function: Any, printed: CKernel) -> Tensor:
         """Call a function of the kernel's own arguments."""
-        memory = dict(self.memory)
+        memory = {name: tensor.contiguous() for name, tensor in self.memory.items()}
         if printed.structure is not None:
             index, rows = printed.structure
             memory["begin"], memory["order"] = sorted_entries(self.memory[index], extent(rows, self.sizes))
@@ -111,7 +100,8 @@ class Case:
         memory[OUTPUT] = out
         pointers = [ctypes.c_void_p(memory[name].data_ptr()) for name in printed.pointers]
         function.restype = ctypes.c_int
-        status = function(*pointers, *(ctypes.c_long(n) for n in self.numbers(printed.numbers)))
+        numbers = (*(self.sizes[name] for name in printed.numbers), torch.get_num_threads())
+        status = function(*pointers, *map(ctypes.c_long, numbers))
         assert status == 0
         return out
 

@@ -51,7 +51,7 @@ def main() -> None:
     cases = [*_cases(int(sys.argv[1]) if len(sys.argv) > 1 else 60)]
     for first in range(0, len(cases), _BATCH):
         part = cases[first : first + _BATCH]
-        printed = [case.printed(f"k{number}", threads=number % 2 == 0) for number, case in enumerate(part)]
+        printed = [case.printed(f"k{number}") for number, case in enumerate(part)]
         with tempfile.TemporaryDirectory() as folder:
             # The compiler itself is not the one to watch.
             preloaded = os.environ.pop("LD_PRELOAD")

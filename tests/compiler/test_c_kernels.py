@@ -237,7 +237,7 @@ def in_dtype(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 
 def run(cases: list[Case], folder: Path, *, threads: bool = False, **options: Any) -> list[Tensor]:
     """Print and compile kernels together, and run each."""
-    printed = [case.printed(f"k{number}", threads=threads, **options) for number, case in enumerate(cases)]
+    printed = [case.printed(f"k{number}", **options) for number, case in enumerate(cases)]
     library = compiled(printed, folder, threads=threads)
     return [case.run(getattr(library, f"call_k{n}"), printed[n]) for n, case in enumerate(cases)]
 
@@ -307,7 +307,7 @@ def test_threads_change_no_bit(tmp_path: Path):
         folder.mkdir()
         for case, got, want in zip(cases, run(cases, folder, threads=True), alone, strict=True):
             assert torch.equal(got.nan_to_num(5), want.nan_to_num(5)), case.title
-    assert sum("#pragma omp" in case.printed("k", threads=True).text for case in cases) > 30
+    assert sum("#pragma omp" in case.printed("k").text for case in cases) > 30
 
 
 def _endings() -> Iterator[Case]:
@@ -479,10 +479,10 @@ def test_long_sums_are_walked_once():
 
 def test_one_entry_calls_kernels_in_order():
     kernel = case_of(parse("Y[i] += X[i,j]"), {"X": numbers(4, 6)}).kernel
-    first, second = (c_kernel(kernel, contiguous={}, threads=False, name=name) for name in ("first", "second"))
+    first, second = (c_kernel(kernel, name=name) for name in ("first", "second"))
     text = translation_unit([first, second], "entry")
-    assert "int entry(void *t0, void *out, long a, long b)" in text
-    assert "first(t0, out, a, b) || second(t0, out, a, b)" in text
+    assert "int entry(void *t0, void *out, long a, long b, long threads)" in text
+    assert "first(t0, out, a, b, threads) || second(t0, out, a, b, threads)" in text
 
 
 def test_what_is_not_printed_says_why():
