@@ -26,8 +26,8 @@ class Budget(NamedTuple):
 # then there, and a feature that needs lines takes them from elsewhere. While several changes are under way each folder
 # has one per cent more than it had when they began.
 BUDGETS: dict[str, Budget] = {
-    # 2,200 more while C is printed and what that replaces still stands.
-    "compiler": Budget(18396 + 2200, 13000),
+    # 1,790 more while C is printed and what that replaces still stands.
+    "compiler": Budget(18396 + 1790, 13000),
     "ops": Budget(2830, 1800),
     "layers": Budget(4950, 4800),
     "formats": Budget(2181, 2100),
@@ -36,7 +36,7 @@ BUDGETS: dict[str, Budget] = {
     "models": Budget(700, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(842, 800),
-    PACKAGE: Budget(34260 + 2200, 27500),
+    PACKAGE: Budget(34260 + 1790, 27500),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+import insum_nn
 from insum_nn.compiler.forms import plan
+from insum_nn.compiler.kernels.c_compiler import find_compiler
+from insum_nn.compiler.runtime import backends
 from tests.golden_fixture import golden, pytest_addoption
 
 __all__ = ["golden", "pytest_addoption"]
@@ -76,6 +79,31 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan what another process, or a test that changed the compiler, planned before; a module may override this."""
     monkeypatch.setattr(plan, "read", lambda *_: None)
     monkeypatch.setattr(plan, "write", lambda *_: False)
+
+
+# What tests run on a CPU: library calls, as where there is no compiler; with INSUM_TEST_C=1 C functions, all of them
+# compiled before they are called. A test's marks `c` and `library_calls` say which it needs.
+_C_EVERYWHERE = os.environ.get("INSUM_TEST_C", "") == "1"
+
+
+def _no_compiler() -> None:
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _what_a_cpu_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_c = _C_EVERYWHERE or request.node.get_closest_marker("c") is not None
+    in_c = in_c and request.node.get_closest_marker("library_calls") is None
+    if in_c:
+        if find_compiler() is None:
+            pytest.skip("there is no C compiler")
+        # For processes that the test starts too.
+        monkeypatch.setenv("INSUM_NN_COMPILE_WORKERS", "0")
+    find = find_compiler if in_c else _no_compiler
+    if backends.find_compiler is not find:
+        backends.find_compiler = find
+        # Programs know which backend they were made for.
+        insum_nn.clear_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -88,7 +88,6 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("codegen.c", "passes"): "places the loops that it prints; the placement has no other reader",
     ("codegen.c_values", "passes"): "likewise: what is known where follows from the placement",
     ("codegen.aten", "runtime.library.library_calls"): "the graph calls this function by name",
-    ("codegen.aten_read", "runtime.library.library_calls"): "the graph calls this function by name",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
     ("runtime.program", "explain.sequence"): "`Program.explain()` returns a report",
 }

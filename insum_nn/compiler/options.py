@@ -19,9 +19,9 @@ class Options:
     """Compile options; hashable, so that they are part of a program's key.
 
     Attributes:
-        backend: `"auto"` follows a rule; `"c"` compiles a C function, on a CPU, and
-            runs library calls until the compiler is done; `"eager"` runs the plan with torch's
-            library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton kernel.
+        backend: `"auto"` follows a rule; `"c"` compiles a C function, on a CPU, before it runs; `"eager"` runs the plan
+            with torch's library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton
+            kernel.
         deterministic: only ways of combining that give the same bits at every run, on one machine with one setting of
             `torch.set_num_threads`. On a CPU, sums over entries of index tensors give the same bits with any number of
             threads. Dense products and sums over whole axes are divided among threads by a library: with another number

@@ -18,6 +18,7 @@ from insum_nn.compiler.api import (
     paths_are_products,
     records_graph,
 )
+from insum_nn.dtypes import is_widened
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import FirstStep, Operands, Statement, statements_of
 
@@ -49,6 +50,9 @@ class Role:
         for statement in self.statements:
             self._written.setdefault(statement.written, statement)
         self.count = len(self._written)
+        several = len(self.statements) > self.count and paths_are_products(device)
+        # A sum of several statements is rounded once.
+        self._sums = torch.float32 if several and is_widened(dtype) else None
         packed = [mul for mul in self._written if isinstance(mul, int)]
         self._order = layout.unpacking(role, packed, device) if packed else None
         self._widths = [statement.width for statement in self._written.values()]
@@ -83,13 +87,14 @@ class Role:
         traced = key is None and (records_graph(given) or is_traced(*given))
         for step in self.steps:
             written = step.source.written
-            result = step(operands, size, key, results.get(written), traced=traced)
+            result = step(operands, size, key, results.get(written), traced=traced, sums=self._sums)
             if written == FirstStep.written:
                 operands[FirstStep.written] = result
             else:
                 results[written] = result
                 operands.pop(FirstStep.written, None)
-        return self.finish(list(results.values()), size, traced=traced)
+        total = self.finish(list(results.values()), size, traced=traced)
+        return total if self._sums is None else total.to(self._dtype)
 
     def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
         """Return the role's tensor, from those that the statements wrote, in the order of `programs`."""
@@ -167,18 +172,28 @@ class _Step:
         return named
 
     def __call__(
-        self, operands: Operands, size: int, key: Hashable | None, initial: Tensor | None, *, traced: bool
+        self,
+        operands: Operands,
+        size: int,
+        key: Hashable | None,
+        initial: Tensor | None,
+        *,
+        traced: bool,
+        sums: torch.dtype | None,
     ) -> Tensor:
-        """Run it."""
+        """Run it; `sums`: another dtype of the result, to which what is there already is then added."""
         shape = self.source.out_shape(size)
         # Packed entries of one multiplicity have one or two axes of copies.
         initial = None if initial is None else initial.reshape(shape)
-        if key is not None and "Src" not in operands:
+        if key is not None and "Src" not in operands and sums is None:
             found = [read(operands) for read in self.reads.values()]
             return self.bound(*found, out_shape=shape, initial=initial, key=key)
         named = self.named(operands)
         if traced:
             named |= {name: graph_constant(table) for name, table in self.tables.items()}
+        if sums is not None:
+            result = self.source.program.writing(sums)(tensors=named, out_shape=shape)
+            return result if initial is None else result + initial
         if initial is not None:
             named[self.source.program.statement.output.name] = initial
         return self.source.program(tensors=named, out_shape=shape)

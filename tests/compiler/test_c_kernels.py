@@ -131,6 +131,8 @@ def _statements() -> Iterator[Given[str]]:
         {"X": n(2, 3, 40), "W": n(5, 3, 4)},
         {"sizes": {"p": 21}, "fixed": "mcr"},
     )
+    moved = {"A": n(7, 13), "S": entries(5, 7, missing=True)}
+    yield "moved by terms", "Y[S[k],i-2*j+9] += A[k,j]", moved, {"sizes": {"i": 9}, "out_shape": (5, 24)}
     yield "backwards", "O[p,r] += X[9-p] * W[r-p,r]", {"X": n(12), "W": n(19, 19)}, {"sizes": {"p": 25}}
     yield (
         "pruned",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,7 @@ from insum_nn.compiler.runtime import execution
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumRangeError
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
-IN_C = Options(backend="c")
-pytestmark = pytest.mark.skipif(c_compiler.find_compiler() is None, reason="there is no C compiler")
-
-
-@pytest.fixture(autouse=True)
-def _calls_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INSUM_NN_COMPILE_WORKERS", "0")
+pytestmark = pytest.mark.c
 
 
 def entries(count: int = 60, rows: int = 20, width: int = 5, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -52,7 +48,7 @@ def test_derivatives_to_second_order(count: int):
         mixed = sum((g.square().sum() for g in first), y.square().sum())
         return [y, *first, *torch.autograd.grad(mixed, leaves)]
 
-    program = insum_nn.compile(SPMM, options=IN_C)
+    program = insum_nn.compile(SPMM)
     for _ in range(2):
         found = derivatives(program(tensors=given, out_shape=(20, None)))
         for got, want in zip(found, derivatives(oracle(given)), strict=True):
@@ -71,12 +67,12 @@ def test_all_gradients_of_a_call_are_one_function(monkeypatch: pytest.MonkeyPatc
     insum_nn.clear_cache()
     given = entries()
     leaves = [given[name].requires_grad_() for name in ("Val", "B")]
-    torch.autograd.grad(insum(SPMM, tensors=given, out_shape=(20, None), options=IN_C).sum(), leaves)
+    torch.autograd.grad(insum(SPMM, tensors=given, out_shape=(20, None)).sum(), leaves)
     assert made == [1, 2]
 
 
 def test_new_sizes_and_entries_compile_nothing():
-    program = insum_nn.compile(SPMM, options=IN_C)
+    program = insum_nn.compile(SPMM)
 
     def step(count: int, rows: int) -> None:
         given = entries(count, rows)
@@ -98,10 +94,10 @@ def test_new_sizes_and_entries_compile_nothing():
 def test_an_initial_value_and_an_activation(dtype: torch.dtype):
     given = entries(dtype=dtype)
     start = torch.randn(5, dtype=dtype)
-    got = insum(SPMM, tensors={**given, "C": start}, out_shape=(20, None), options=IN_C)
+    got = insum(SPMM, tensors={**given, "C": start}, out_shape=(20, None))
     exact = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
     torch.testing.assert_close(got.double(), oracle(exact) + start.double(), atol=0.05, rtol=0.02)
-    program = insum_nn.compile(SPMM, activation="relu", options=IN_C)
+    program = insum_nn.compile(SPMM, activation="relu")
     torch.testing.assert_close(
         program(tensors=given, out_shape=(20, None)).double(), oracle(exact).relu(), atol=0.05, rtol=0.02
     )
@@ -109,7 +105,7 @@ def test_an_initial_value_and_an_activation(dtype: torch.dtype):
 
 def test_entries_are_checked_at_every_version():
     given = entries()
-    program = insum_nn.compile(SPMM, options=IN_C)
+    program = insum_nn.compile(SPMM)
     for _ in range(2):
         program(tensors=given, out_shape=(20, None))
     given["Col"][3] = 20
@@ -129,12 +125,12 @@ def test_operands_that_are_not_contiguous():
     wide = torch.randn(40, 10, dtype=torch.float64)
     given["B"] = wide[::2, 1::2]
     given["Val"] = torch.tensor(2.0, dtype=torch.float64).expand(60)
-    torch.testing.assert_close(insum(SPMM, tensors=given, out_shape=(20, None), options=IN_C), oracle(given))
+    torch.testing.assert_close(insum(SPMM, tensors=given, out_shape=(20, None)), oracle(given))
 
 
 def test_bits_do_not_depend_on_threads():
     given = entries(200_000, 3_000, 16, torch.float32)
-    program, threads = insum_nn.compile(SPMM, options=IN_C), torch.get_num_threads()
+    program, threads = insum_nn.compile(SPMM), torch.get_num_threads()
     found: list[Tensor] = []
     try:
         for count in (1, 2, 3):
@@ -152,7 +148,7 @@ def test_library_calls_serve_until_the_function_is_compiled(monkeypatch: pytest.
     waiting: list[c_compiler.CFunction] = []
     monkeypatch.setattr(c_compiler._workers, "submit", waiting.append)
     insum_nn.clear_cache()
-    given, program = entries(), insum_nn.compile(SPMM, options=IN_C)
+    given, program = entries(), insum_nn.compile(SPMM)
     call = lambda: program(tensors=given, out_shape=(20, None))  # noqa: E731
     torch.testing.assert_close(call(), oracle(given))
     # A statement that runs once is not worth a compilation.
@@ -173,7 +169,7 @@ def test_deterministic_calls_wait_for_the_compiler(monkeypatch: pytest.MonkeyPat
     """Rounding may not change when the function takes over."""
     monkeypatch.delenv("INSUM_NN_COMPILE_WORKERS")
     insum_nn.clear_cache()
-    insum(SPMM, tensors=entries(), out_shape=(20, None), options=Options(backend="c", deterministic=True))
+    insum(SPMM, tensors=entries(), out_shape=(20, None), options=Options(deterministic=True))
     (own,) = [p.run for p in execution._cache.values() if isinstance(p.run, c_program.CProgram)]
     assert own.compiled
 
@@ -185,7 +181,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
     insum_nn.clear_cache()
-    given, program = entries(), insum_nn.compile(SPMM, options=IN_C)
+    given, program = entries(), insum_nn.compile(SPMM)
     for _ in range(3):
         torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
     assert "no space left" in str(program.explain(tensors=given, out_shape=(20, None)))
@@ -196,8 +192,12 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CC", "no-compiler")
     insum_nn.clear_cache()
+    given, program = entries(), insum_nn.compile(SPMM)
+    torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
+    found = program.explain(tensors=given, out_shape=(20, None))
+    assert (found.backend, found.reason) == ("eager", "there is no C compiler")
     with pytest.raises(InsumBackendError, match="C compiler"):
-        insum(SPMM, tensors=entries(), out_shape=(20, None), options=IN_C)
+        insum(SPMM, tensors=given, out_shape=(20, None), options=Options(backend="c"))
     insum_nn.clear_cache()
 
 
@@ -207,28 +207,40 @@ def test_what_c_does_not_print(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(c_program, "c_kernel", refuse)
     insum_nn.clear_cache()
+    given, program = entries(), insum_nn.compile(SPMM)
+    torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
+    assert "as C has no such sums" in program.explain(tensors=given, out_shape=(20, None)).decisions[0].reason
     with pytest.raises(InsumFormatError, match="no C function can be printed: such sums"):
-        insum(SPMM, tensors=entries(), out_shape=(20, None), options=IN_C)
+        insum(SPMM, tensors=given, out_shape=(20, None), options=Options(backend="c"))
     insum_nn.clear_cache()
 
 
 def test_the_text_that_runs_is_shown():
     given = entries()
-    found = insum_nn.compile(SPMM, options=IN_C).explain(tensors=given, out_shape=(20, None))
+    found = insum_nn.compile(SPMM).explain(tensors=given, out_shape=(20, None))
     assert found.backend == "c"
     source = found.kernel_source()
     assert source is not None
     assert "insum(" in source
 
 
-def test_a_forked_process_compiles_by_itself():
-    given = entries()
-    insum(SPMM, tensors=given, out_shape=(20, None), options=IN_C)
-    child = os.fork()
-    if child == 0:
-        try:
-            got = insum("y[Row[p],n] += Val[p] * B[Col[p],n] * 3", tensors=given, out_shape=(20, None), options=IN_C)
-            os._exit(0 if torch.allclose(got, 3 * oracle(given)) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+FORKED = """
+import os
+import torch
+from insum_nn import insum
+row, col, val, dense = torch.tensor([0, 2, 0]), torch.tensor([1, 1, 0]), torch.rand(3), torch.rand(2, 5)
+given = {"Row": row, "Col": col, "Val": val, "B": dense}
+want = torch.zeros(3, 5).index_add(0, row, val[:, None] * dense[col])
+assert torch.allclose(insum("C[Row[p],n] += Val[p] * B[Col[p],n]", tensors=given, out_shape=(3, None)), want)
+child = os.fork()
+if child == 0:
+    got = insum("y[Row[p],n] += Val[p] * B[Col[p],n] * 3", tensors=given, out_shape=(3, None))
+    os._exit(0 if torch.allclose(got, 3 * want) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_forked_process_compiles_by_itself(tmp_path: Path):
+    """In a new process: here other tests ran threads, which a fork does not survive."""
+    environment = {**os.environ, "INSUM_NN_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], env=environment, check=True, timeout=100)

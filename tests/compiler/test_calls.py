@@ -50,10 +50,11 @@ def test_names_differ_and_shadow_nothing():
 
 def test_functions_of_ours_are_called_by_their_module():
     graph = CallGraph()
-    x, index = (graph.argument(Size(name)) for name in "AB")
-    graph.finish(graph.function(library_calls.zero_where_missing, (index, x), {}))
-    assert "= library_calls.zero_where_missing(arg1, arg0)" in graph.code
-    assert graph.forward(torch.ones(2), torch.tensor([True, False])).tolist() == [1.0, 0.0]
+    row, dense = (graph.argument(Size(name)) for name in "AB")
+    rows, columns = [(row, (0,), 3, False)], [(None, (0,), 2, False)]
+    graph.finish(graph.function(library_calls.bag_product, (None, rows, columns, (2,), dense, True), {}))
+    assert "= library_calls.bag_product(None, [(arg0, (0,), 3, False)]" in graph.code
+    assert graph.forward(torch.tensor([0, 2]), torch.tensor([[1.0], [2.0]])).tolist() == [[1.0], [0.0], [2.0]]
 
 
 def test_values_are_freed_after_their_last_use():

@@ -246,4 +246,4 @@ def test_a_convolution_of_tensor_products_and_its_gradients_are_launches(
     wants = [gradients(potential(plain), 2)(*each) for each in inputs]
     ranges = request.getfixturevalue("interpreter")
     for each, want in zip(inputs, wants, strict=True):
-        torch.testing.assert_close(Interpreted(graph, ranges).run(*each), want, rtol=2e-4, atol=2e-3)
+        torch.testing.assert_close(Interpreted(graph, ranges).run(*each), want, rtol=2e-4, atol=5e-3)

@@ -88,22 +88,26 @@ def bound_of(name: str) -> tuple[Bound, dict[str, int]]:
     return bind(parse(expression), tensors, None), sizes
 
 
-def graph_of(bound: Bound, sizes: Mapping[str, int], *, compiled: bool, order: str = "cost") -> LibraryGraph:
+def graph_of(
+    bound: Bound, sizes: Mapping[str, int], *, compiled: bool, order: str = "cost", bags: bool = False
+) -> LibraryGraph:
     letters = Names(bound.statement).indices
-    target = Target(bound.device_type, compiled, csr=torch.backends.mkl.is_available(), search=order == "cost")
+    target = Target(bound.device_type, compiled, bags=bags, search=order == "cost")
     made = library_graph(build(bound), {letters[name]: size for name, size in sizes.items()}, target)
     verify_graph(made.graph)
     return made
 
 
-def made_of(name: str, *, gpu: bool = False, dtype: torch.dtype | None = None, order: str = "cost") -> LibraryGraph:
-    """The graph for the CPU's libraries, or for a GPU's compiler: it is made without a device."""
+def made_of(
+    name: str, *, gpu: bool = False, dtype: torch.dtype | None = None, order: str = "cost", bags: bool = False
+) -> LibraryGraph:
+    """The graph for the CPU's libraries, for one that torch records, or for a GPU's compiler; made without a device."""
     bound, sizes = bound_of(name)
     if gpu:
         bound = replace(bound, device_type=GPU)
     if dtype is not None:
         bound = replace(bound, dtype=dtype)
-    return graph_of(bound, sizes, compiled=gpu, order=order)
+    return graph_of(bound, sizes, compiled=gpu or bags, order=order, bags=bags)
 
 
 def described(name: str, made: LibraryGraph) -> str:
@@ -143,20 +147,20 @@ def test_a_dot_needs_three_extents_and_a_dtype():
 
 def test_integers_take_no_library_product():
     assert not calls(made_of("dense_product", dtype=torch.int64), "matmul")
-    assert not calls(made_of("spmm", dtype=torch.int64), "csr_product")
+    assert not calls(made_of("spmm", dtype=torch.int64, bags=True), "bag_product")
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch's CSR product needs MKL")
-def test_which_statements_are_a_sparse_product():
-    assert calls(made_of("spmm"), "csr_product")
-    assert not calls(made_of("spmm", gpu=True), "csr_product")
-    assert not calls(made_of("spmm", dtype=torch.bfloat16), "csr_product")
+def test_which_statements_are_a_sum_of_bags():
+    assert calls(made_of("spmm", bags=True), "bag_product")
+    assert not calls(made_of("spmm"), "bag_product")
+    assert not calls(made_of("spmm", gpu=True, bags=True), "bag_product")
+    assert not calls(made_of("spmm", dtype=torch.bfloat16, bags=True), "bag_product")
     for name in ("block_spmm", "sparse_convolution", "tensor_product", "dense_product"):
-        assert not calls(made_of(name), "csr_product")
+        assert not calls(made_of(name, bags=True), "bag_product")
     # The dense factor twice: the entries' values vary with its columns.
     tensors = {"Row": table(5), "Col": table(5), "B": torch.ones(3, 4)}
     bound = bind(parse("C[Row[e],n] += B[Col[e],n] * B[Col[e],n]"), tensors, None)
-    assert not calls(graph_of(bound, {"e": 5, "n": 4}, compiled=False), "csr_product")
+    assert not calls(graph_of(bound, {"e": 5, "n": 4}, compiled=True, bags=True), "bag_product")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,10 @@ from tests.compiler.test_loop_nest import canonical, drawn_program
 GPU = "cuda"
 # The interpreter of the IR runs so many terms in a second or less.
 FEW_TERMS = 3000
-TARGETS = tuple(Target(device, compiled) for device in ("cpu", GPU) for compiled in (False, True))
+TARGETS = (
+    *(Target(device, compiled) for device in ("cpu", GPU) for compiled in (False, True)),
+    Target("cpu", compiled=True, bags=True),
+)
 
 
 def graph_of(bound: Bound, sizes: Mapping[str, int], target: Target) -> LibraryGraph:

@@ -22,7 +22,6 @@ import insum_nn
 from insum_nn import Options, insum
 from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.kernels import sized
-from insum_nn.compiler.runtime.library import programs as library
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumRangeError
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches
@@ -231,9 +230,7 @@ def agree(program: RandomProgram, options: Options) -> int:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_random_programs(number: int, monkeypatch: pytest.MonkeyPatch):
-    if number % 2:
-        monkeypatch.setattr(library, "_PIECE_BYTES", 1)
+def test_random_programs(number: int):
     torch.manual_seed(number)
     found = 0
     for seed in range(5000 + 60 * number, 5060 + 60 * number):

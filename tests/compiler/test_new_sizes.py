@@ -141,8 +141,9 @@ def test_how_much_python_a_repeated_call_runs(
     assert_counts(call, made, forward, both)
 
 
+@pytest.mark.c
 def test_python_of_a_tensor_product_does_not_grow_with_its_paths():
-    """On a CPU the products of all paths are one printed function, forward and backward."""
+    """On a CPU all paths are one printed function, forward and backward."""
     found: list[int] = []
     for irreps in ("4x0e + 4x1o", "4x0e + 4x1o + 4x2e"):
         layer = FullyConnectedTensorProduct(irreps, "0e + 1o + 2e", irreps)
@@ -152,7 +153,7 @@ def test_python_of_a_tensor_product_does_not_grow_with_its_paths():
         with counted() as calls:
             layer(x, y).sum().backward()
         found.append(calls[0])
-    assert found[0] == found[1] <= 75
+    assert found[0] == found[1] <= 96
 
 
 def assert_counts(call: Callable[..., Tensor], made: tuple[Any, ...], forward: int, both: int) -> None:

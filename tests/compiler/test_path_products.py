@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.composite.shared_paths import SharedPaths
+from insum_nn.compiler.runtime.composite.shared_statements import SharedStatements
 
 # Two paths: coefficients between components of the factors and of the output, and where each lies.
 BLOCKS = (((0, 1, 2), (0, 1), (0, 1, 2)), ((3,), (2,), (0, 1, 2)), ((4, 5, 6), (3,), (3, 4, 5)))
@@ -121,6 +121,7 @@ def test_derivatives_of_a_program():
     assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
+@pytest.mark.c
 def test_statements_together_share_products():
     step = {"u": 1, "w": 1}
     made = [program_of(name, shared=True, edges=False, step=step) for name in "ZXYW"]
@@ -129,28 +130,27 @@ def test_statements_together_share_products():
         {n: t for n, t in {**static, **given}.items() if n in program.statement.tensors()} for program, static in made
     ]
     shapes = [tuple(given[name].shape) for name in "ZXYW"]
-    shared = SharedPaths([program for program, _ in made], list("ZXYW"))
+    shared = SharedStatements([program for program, _ in made], list("ZXYW"))
     found = shared.together(named, lambda: shapes, key=0)
     assert found is not None
     for (program, _), own, shape, got in zip(made, named, shapes, found, strict=True):
         torch.testing.assert_close(got, program.reference(tensors=own, out_shape=shape))
 
 
+@pytest.mark.c
 def test_a_tensor_in_two_places():
     """What is known of a call with one tensor in two places does not hold for two tensors of these shapes."""
     static = {"CG": torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64), "I": torch.tensor([0, 1, 1])}
     static |= {"J": torch.tensor([1, 0, 2]), "K": torch.tensor([1, 0, 1])}
-    program = compile("Z[z,K[p]] += CG[p] * X[z,I[p]] * Y[z,J[p]]", static=static)
+    programs = [compile(f"Z[z,K[p]] += CG[p] * X[z,I[p]] * Y[z,J[p]]{end}", static=static) for end in ("", " * 2")]
     x, y = torch.randn(2, 4, 3, dtype=torch.float64)
-    shared = SharedPaths([program], "Z")
+    shared = SharedStatements(programs, "ZA")
     for other in (x, y, x):
         named = {**static, "X": x, "Y": other}
-        expected = program.reference(tensors=named, out_shape=(4, 2))
-        assert takes_paths(program, named, (4, 2))
-        torch.testing.assert_close(program(tensors=named, out_shape=(4, 2)), expected)
-        found = shared.together([named], lambda: [(4, 2)], key=0)
+        found = shared.together([named, named], lambda: [(4, 2), (4, 2)], key=0)
         assert found is not None
-        torch.testing.assert_close(found[0], expected)
+        for program, got in zip(programs, found, strict=True):
+            torch.testing.assert_close(got, program.reference(tensors=named, out_shape=(4, 2)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.runtime.library import programs as library
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from tests.compiler.test_misses import Oracle
 from tests.test_random_programs import Loops
@@ -19,14 +18,8 @@ from tests.test_random_programs import Loops
 BATCH = 100
 EAGER_BATCHES = 20
 GRADIENT_BATCH = 40
-# Every third batch runs in pieces of one value, every fifth keeps the written order of the products.
-VARIANTS = (
-    (Options(), None),
-    (Options(order="left"), None),
-    (Options(), 1),
-    (Options(deterministic=True), None),
-    (Options(validate=True), 64),
-)
+# Every fourth batch keeps the written order of the products.
+VARIANTS = (Options(), Options(order="left"), Options(deterministic=True), Options(validate=True))
 # Factors by which a sum of rounded terms may exceed the rounding of its largest partial sum: a product of up to
 # seven factors rounds six times, and each of the sums in between once more.
 ROUNDINGS = 16
@@ -92,12 +85,10 @@ def batch(number: int, size: int, **options: object) -> Iterator[RandomProgram]:
         yield random_program(seed, **options)
 
 
-@pytest.mark.parametrize("number", range(EAGER_BATCHES))
-def test_values(number: int, monkeypatch: pytest.MonkeyPatch):
-    """2000 programs, eager."""
-    options, piece = VARIANTS[number % len(VARIANTS)]
-    if piece is not None:
-        monkeypatch.setattr(library, "_PIECE_BYTES", piece)
+@pytest.mark.parametrize("number", [*range(EAGER_BATCHES), pytest.param(4, marks=pytest.mark.c, id="4 in C")])
+def test_values(number: int):
+    """2000 programs by library calls, some of them in C too."""
+    options = VARIANTS[number % len(VARIANTS)]
     for program in batch(number, BATCH):
         tensors = program.arguments()["tensors"]
         before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -134,10 +125,7 @@ def test_reference_agrees_with_an_interpreter_of_its_own(number: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("piece", [None, 1])
-def test_values_in_other_dtypes(dtype: torch.dtype, piece: int | None, monkeypatch: pytest.MonkeyPatch):
-    if piece is not None:
-        monkeypatch.setattr(library, "_PIECE_BYTES", piece)
+def test_values_in_other_dtypes(dtype: torch.dtype):
     for program in batch(200, 60):
         if value_names(program):
             rounded = moved(program, torch.device("cpu"), dtype)
@@ -166,10 +154,8 @@ def leaves(program: RandomProgram, most: int) -> tuple[Callable[..., Tensor], tu
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_gradients(number: int, monkeypatch: pytest.MonkeyPatch):
+def test_gradients(number: int):
     """First and second derivatives of 300 programs; a program of no small tensors is no case."""
-    if number % 2:
-        monkeypatch.setattr(library, "_PIECE_BYTES", 1)
     checked = 0
     for program in batch(number, GRADIENT_BATCH, profile="smooth"):
         case = leaves(program, 100)

@@ -13,26 +13,12 @@ from torch import Tensor
 import insum_nn
 from insum_nn import Options, insum
 from insum_nn.compiler.runtime import execution
-from insum_nn.compiler.runtime.library import programs as library
 from insum_nn.dtypes import FLOATS, INDEX_DTYPES, VALUE_DTYPES, is_widened
 from insum_nn.errors import InsumRangeError
 
 INTEGERS = tuple(dtype for dtype in VALUE_DTYPES if dtype not in FLOATS)
 WIDENED = tuple(filter(is_widened, FLOATS))
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(params=["whole", "pieces"], autouse=True)
-def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Every rule holds for programs that run at once and for those that run in pieces."""
-    if request.param == "pieces":
-        monkeypatch.setattr(library, "_PIECE_BYTES", 1)
-        # What was made ready for whole runs must not be used.
-        insum_nn.clear_cache()
-        yield
-        insum_nn.clear_cache()
-    else:
-        yield
 
 
 def ints(*entries: int, dtype: torch.dtype = torch.int64) -> Tensor:

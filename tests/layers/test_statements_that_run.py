@@ -17,7 +17,7 @@ pytest.importorskip("e3nn")
 
 from insum_nn import layers
 from insum_nn.compiler.runtime import autograd, dispatch
-from insum_nn.compiler.runtime.composite import joined_programs, shared_paths, statement_choice
+from insum_nn.compiler.runtime.composite import joined_programs, statement_choice
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.layers.voxel import conv
@@ -286,7 +286,7 @@ def specs_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> lis
 
     clear_cache()
     with monkeypatch.context() as patch, torch.no_grad():
-        for module in (dispatch, shared_paths):
+        for module in (dispatch,):
             patch.setattr(module, "prepare", recorded)
         # In graphs that torch records.
         patch.setattr(autograd, "inline", written)

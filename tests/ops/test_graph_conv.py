@@ -100,6 +100,7 @@ def largest_allocation(work: Callable[[], object]) -> int:
     return max(event.self_cpu_memory_usage for event in profile.events() or ())
 
 
+@pytest.mark.c
 def test_no_tensor_of_edges_by_features():
     """Nothing the size of a message per edge is made, forwards or backwards, in gradients of values or second ones."""
     nodes, edges, width = 200, 6000, 64

@@ -10,10 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
-import insum_nn
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime import execution
-from insum_nn.compiler.runtime.library import programs as library
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops.tensor_product import (
     TensorProductSpec,
@@ -94,22 +91,6 @@ def test_every_mode(mode: str, weighted: bool, muls: tuple[int, int, int], share
         muls = (2, 2, muls[2])
     spec = spec_of(one_mode(mode, weighted, *muls), shared=shared)
     assert_same_derivatives(lambda *t: tensor_product(spec, *t), oracle_of(spec), inputs_of(spec, 5))
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("mode", ["uvw", "uvuv"])
-def test_a_few_samples_at_a_time(mode: str, shared: bool, monkeypatch: pytest.MonkeyPatch):
-    """Where all of them would make large products."""
-    pieces: list[int | None] = []
-    length = execution.piece_length
-    monkeypatch.setattr(execution, "piece_length", lambda *call: pieces.append(length(*call)) or pieces[-1])
-    spec = spec_of(one_mode(mode, True, 4, 3, 5), shared=shared)
-    for size, most in ((1 << 22, 0), (64, 1)):
-        monkeypatch.setattr(library, "_RESULT_BYTES", size)
-        insum_nn.clear_cache()
-        pieces.clear()
-        assert_same_derivatives(lambda *t: tensor_product(spec, *t), oracle_of(spec), inputs_of(spec, 7))
-        assert len({step for step in pieces if step is not None}) == most
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -13,7 +13,7 @@ import torch
 from insum_nn.compiler.codegen.aten_extremum import ExtremumWriter
 from insum_nn.compiler.codegen.aten_read import Node, Value
 from insum_nn.compiler.codegen.calls import CallGraph
-from insum_nn.compiler.ir.access import Labels, affine_terms, indices_of, plain_labels, scattered_axes
+from insum_nn.compiler.ir.access import Labels, affine_terms, plain_labels, scattered_axes
 from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_of, sparse_parts, store_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Op, Store
 from insum_nn.compiler.lang.combining import selecting
@@ -23,9 +23,7 @@ from insum_nn.compiler.runtime.library import library_calls
 __all__ = ["print_aten"]
 
 
-def print_aten(
-    graph: Graph, device: str, options: Options, *, compiled: bool = False, accumulate: bool = False
-) -> CallGraph:
+def print_aten(graph: Graph, device: str, options: Options, *, compiled: bool = False) -> CallGraph:
     """Print the graph as torch calls.
 
     Args:
@@ -33,13 +31,11 @@ def print_aten(
         device: type of the device that the tensors are on.
         options: compile options.
         compiled: for a compiler that fuses, rather than for torch's library calls.
-        accumulate: add into a tensor passed last, in place, instead of returning a new tensor.
     """
     writer = _StepWriter(
         graph,
         device,
         compiled=compiled,
-        accumulate=accumulate,
         deterministic=options.deterministic,
         narrow_sums=options.accumulate != "float32",
     )
@@ -62,8 +58,7 @@ class _StepWriter(ExtremumWriter):
 
     def step(self, step: Step | Library, store: Store) -> Value:
         if isinstance(step, Library):
-            write = {"matmul": self.matmul, "csr_product": self.csr_product, "sampled_product": self.sampled_product}
-            return write[step.function](step.kernel, store)
+            return self.matmul(step.kernel, store) if step.function == "matmul" else self.bag_product(store)
         if isinstance(store.value, Const):
             found = self.some(self.added_conditions(store), plain_labels(store.subscripts))
             assert found is not None
@@ -80,12 +75,12 @@ class _StepWriter(ExtremumWriter):
         node, labels, present, inside = self.read(read)
         own = self.both(present, inside)
         mask = self.aligned_and([(own, labels), *map(self.holds, self.added_conditions(read))], labels)
-        owned, target = bool(scattered_axes(read.subscripts)), plain_labels(store.subscripts)
+        target = plain_labels(store.subscripts)
         if mask is not None:
-            node = self.keep_where(mask, node, owned=owned)
+            node = self.call(torch.where, mask, node, 0)
         if labels != target:
             node = self.align(node, labels, target)
-        return Value(node, target, owned=owned)
+        return Value(node, target, owned=mask is not None or bool(scattered_axes(read.subscripts)))
 
     def total(self, store: Store, read: Load) -> Value:
         """Sum one factor."""
@@ -153,42 +148,27 @@ class _StepWriter(ExtremumWriter):
             return node
         return self.method("reshape", node, tuple(self.extent(group) for group in groups))
 
-    def csr_product(self, kernel: Kernel, store: Store) -> Value:
+    def bag_product(self, store: Store) -> Value:
         *values, dense = factors_of(store.value)[0]
         rows, columns, over, labels = sparse_parts(store)
         value = None
         if values:
             held = self.operand(values[0])
             value = self.method("expand", self.align(held.node, held.labels, over), self.shape(over))
-        matrix = self.rows_of(dense, columns, labels)
-        arguments = (
+        node = self.call(
+            library_calls.bag_product,
             value,
             [self.entry_index(store.subscripts[axis], self.size(store.buffer.shape[axis]), over) for axis in rows],
-            self.entry_indices(dense, columns, over),
+            [self.entry_index(dense.subscripts[axis], self.axis_size(dense.buffer, axis), over) for axis in columns],
             self.shape(over),
-            matrix,
+            self.rows_of(dense, columns, labels),
+            _ascends(store.subscripts[rows[0]], over),
         )
-        if self.compiled:
-            node = self.call(library_calls.bag_product, *arguments, _ascends(store.subscripts[rows[0]], over))
-        else:
-            node = self.call(library_calls.csr_product, *arguments)
         if len(labels) != 1:
             node = self.method("unflatten", node, 1, self.shape(labels))
         if len(rows) != 1:
             node = self.method("unflatten", node, 0, tuple(self.size(store.buffer.shape[axis]) for axis in rows))
         return Value(node, ())
-
-    def sampled_product(self, kernel: Kernel, store: Store) -> Value:
-        over = plain_labels(store.subscripts)
-        near, far = factors_of(store.value)[0]
-        inner = tuple(label for label in indices_of(near) if label not in over)
-        matrices: list[Node] = []
-        places: list[list[tuple[object, ...]]] = []
-        for read in (near, far):
-            axes = tuple(axis for axis, s in enumerate(read.subscripts) if not set(indices_of(s)) & set(inner))
-            matrices.append(self.rows_of(read, axes, inner))
-            places.append(self.entry_indices(read, axes, over))
-        return Value(self.call(library_calls.sampled_product, *matrices, *places, self.shape(over)), over)
 
     def rows_of(self, read: Load, axes: tuple[int, ...], labels: Labels) -> Node:
         """Return a factor as a matrix: some axes, then all others in the order of `labels`."""
@@ -198,9 +178,6 @@ class _StepWriter(ExtremumWriter):
             node = self.method("permute", node, order)
         node = node if len(labels) == 1 else self.method("flatten", node, len(axes))
         return node if len(axes) == 1 else self.method("flatten", node, 0, len(axes) - 1)
-
-    def entry_indices(self, read: Load, axes: tuple[int, ...], over: Labels) -> list[tuple[object, ...]]:
-        return [self.entry_index(read.subscripts[axis], self.axis_size(read.buffer, axis), over) for axis in axes]
 
     def entry_index(self, subscript: Expr, size: Node | int, over: Labels) -> tuple[object, ...]:
         """Return an `EntryIndex`, whose axes are positions among some indices."""

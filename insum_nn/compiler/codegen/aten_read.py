@@ -21,7 +21,6 @@ from insum_nn.compiler.ir.access import (
 )
 from insum_nn.compiler.ir.graph import Graph, Library, Step, loops_of, store_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Load, Op, Size, Store, conjuncts
-from insum_nn.compiler.runtime.library import library_calls
 from insum_nn.dtypes import is_widened, wide_dtype
 
 __all__ = ["GraphWriter", "Position", "Value"]
@@ -57,7 +56,6 @@ class GraphWriter:
         source: the steps to print.
         device: type of the device that the tensors are on.
         compiled: a compiler fuses the calls; otherwise each runs as it is.
-        accumulate: the last argument is the output, which is added to in place.
         deterministic: sums are formed in a fixed order.
         narrow_sums: terms are added to the output in its own dtype, not in the wider one of sums.
     """
@@ -68,14 +66,12 @@ class GraphWriter:
         device: str,
         *,
         compiled: bool,
-        accumulate: bool,
         deterministic: bool,
         narrow_sums: bool,
     ) -> None:
         self.source = source
         self.device_type = device
         self.compiled = compiled
-        self.accumulate = accumulate
         self.deterministic = deterministic
         (self.output,) = source.outputs
         self.dtype: torch.dtype = getattr(torch, self.output.dtype)
@@ -117,7 +113,7 @@ class GraphWriter:
         return self.graph.argument(stands_for)
 
     def inputs(self) -> None:
-        """Tensors in order, sizes that none of them shows, the initial value or the output that is added to."""
+        """Tensors in order, sizes that none of them shows, the initial value."""
         initial = f"{self.output.name}_initial"
         tensors = [buffer for buffer in self.source.inputs if buffer.name != initial]
         for buffer in tensors:
@@ -125,9 +121,7 @@ class GraphWriter:
         for extent in self.source.extents:
             if extent.buffer is None:
                 self.sizes[extent.size.name] = self.parameter(extent.size)
-        if self.accumulate:
-            self.initial = self.parameter(self.output)
-        elif len(tensors) < len(self.source.inputs):
+        if len(tensors) < len(self.source.inputs):
             self.initial = self.parameter(self.source.inputs[-1])
         anchor = next(iter(self.tensors.values()), self.initial)
         if anchor is not None:
@@ -376,9 +370,3 @@ class GraphWriter:
         if set(labels) - set(value.labels):
             node = self.method("expand", node, self.shape(labels))
         return node
-
-    def keep_where(self, mask: Node, node: Node, *, owned: bool) -> Node:
-        """Zero a tensor where a read misses; on a CPU in place, if nothing else refers to it."""
-        if self.compiled or self.device_type != "cpu":
-            return self.call(torch.where, mask, node, 0)
-        return self.call(library_calls.keep_where if owned else library_calls.zero_where_missing, mask, node)

@@ -49,13 +49,11 @@ class OutputWriter(GraphWriter):
         """Zero a value where every term misses."""
         if live is None:
             return value
-        node = self.keep_where(self.align(*live, value.labels), value.node, owned=value.owned)
+        node = self.call(torch.where, self.align(*live, value.labels), value.node, 0)
         return Value(node, value.labels, wide=value.wide)
 
     def write(self, store: Store, value: Value) -> Node:
         labels = plain_labels(store.subscripts)
-        if self.accumulate:
-            return self.method("add_", self.initial, self.align(value.node, value.labels, labels))
         if self.initial is not None:
             node = self.align(self.widen(value), value.labels, labels)
             initial = self.method("to", self.initial, self.wide_dtype) if self.widens else self.initial
@@ -76,8 +74,7 @@ class OutputWriter(GraphWriter):
         node = self.method("to", value.node, self.sum_dtype) if self.widens else value.node
         node = self.expanded(Value(node, value.labels), arranged)
         if valid is not None:
-            owned = value.owned and set(arranged) == set(value.labels)
-            node = self.keep_where(self.align(valid, to.labels, arranged), node, owned=owned)
+            node = self.call(torch.where, self.align(valid, to.labels, arranged), node, 0)
             flat = self.call(torch.where, valid, flat, 0)
         if self.compiled and len(to.labels) > 1:
             # Kept as it is, the address needs no divisions in the generated kernel.
@@ -87,8 +84,6 @@ class OutputWriter(GraphWriter):
             flat = self.method("reshape", flat, -1)
             node = self.method("reshape", node, (*self.shape(before), self.extent(to.labels), *self.shape(after)))
         base = self.base(to)
-        if self.accumulate:
-            return self.method("index_add_", base, axis, flat, node)
         return self.finish(self.restore(self.add(base, axis, flat, node), to), owned=True)
 
     def add(self, base: Node, axis: int, flat: Node, node: Node) -> Node:
@@ -102,20 +97,13 @@ class OutputWriter(GraphWriter):
         return self.call(torch.index_add, base, axis, flat, node)
 
     def base(self, to: Addresses) -> Node:
-        """Return what is added to: the output with its scattered axes as one, in place if there is one, else first."""
-        if self.accumulate:
-            assert self.initial is not None
-            return self.initial
+        """Return what is added to: the output; several scattered axes are one, the first."""
         in_place = len(to.axes) == 1
         axis = to.axes[0] if in_place else 0
         if self.initial is None:
             total = self.product(to.sizes)
             before, after = self.shape(to.rest[:axis]), self.shape(to.rest[axis:])
-            if not axis or self.compiled:
-                return self.call(torch.zeros, (*before, total, *after), dtype=self.sum_dtype, device=self.device)
-            # A library call adds a row at a time, fastest where rows are what lies outermost.
-            base = self.call(torch.zeros, (total, *before, *after), dtype=self.sum_dtype, device=self.device)
-            return self.method("movedim", base, 0, axis)
+            return self.call(torch.zeros, (*before, total, *after), dtype=self.sum_dtype, device=self.device)
         initial = self.method("to", self.initial, self.sum_dtype) if self.widens else self.initial
         if in_place:
             return initial
@@ -145,10 +133,8 @@ class OutputWriter(GraphWriter):
                 at = self.bounds(subscript, at, size, nested=False)
             elif at.present is not None:
                 at = Position(self.call(torch.clamp, at.node, min=0), at.labels, at.present, None)
-            by_library = self.device_type == "cpu" and not self.compiled
-            if (len(axes) > 1 or by_library) and isinstance(subscript, Load) and subscript.buffer.dtype == "int32":
-                # A position over several axes may exceed an int32. On a CPU torch adds rows by int64 several times
-                # faster: for other indices it has one loop for all dtypes.
+            if len(axes) > 1 and isinstance(subscript, Load) and subscript.buffer.dtype == "int32":
+                # A position over several axes may exceed an int32.
                 at = Position(self.method("to", at.node, torch.int64), at.labels, at.present, at.inside)
             positions.append(at)
             sizes.append(size)

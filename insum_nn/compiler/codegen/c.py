@@ -414,6 +414,10 @@ class _Printer(Values):
                 self.cell(store, row, Slot(1, 0), " + ".join(totals), None, along=False)
                 return
             range_ = self.range_of(store, self.first_sum)
+            if range_ is not None and self.place.streams:
+                # Each row has a range of its own, and is 0 outside of it.
+                same = tuple(c for c in range_.conditions if not self.blocked(c))
+                range_ = Range(same) if same else None
             if range_ is not None:
                 self.skips = True
                 if (range_, self.row_of(row, *range_.conditions)) not in self.names:

@@ -5,34 +5,25 @@ from __future__ import annotations
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.build import OUTPUT
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Load, Size
-from insum_nn.compiler.lang.bind import Extents
-from insum_nn.compiler.runtime.library.programs import Library, piece_length
+from insum_nn.compiler.runtime.library.programs import Library
 
 __all__ = ["choices_of", "torch_code"]
 
 
-def torch_code(library: Library, extents: Extents) -> tuple[str, str]:
-    """Return the torch calls of a call with these extents as Python, and how often they run.
+def torch_code(library: Library) -> str:
+    """Return the torch calls of a call as Python.
 
     A comment says what each numbered argument stands for. Statements that free memory are left out.
     """
-    graph, schedule = library.graph, "library calls over the whole index space"
-    length, cut = piece_length(library, extents), library.cut
-    if length is not None and cut is not None:
-        assert library.pieces is not None
-        total = extents.indices[library.bound.layout.indices.index(cut)]
-        graph, schedule = library.pieces, f"library calls for {-(-total // length)} pieces of {length} values of {cut}"
     names = _Names(library)
-    called = [f"# {call}: {names.argument(stands_for)}" for call, stands_for in graph.arguments]
-    return "\n".join([*called, graph.code.strip()]), schedule
+    called = [f"# {call}: {names.argument(stands_for)}" for call, stands_for in library.graph.arguments]
+    return "\n".join([*called, library.graph.code.strip()])
 
 
-def choices_of(library: Library, extents: Extents) -> tuple[tuple[str, str, str], ...]:
+def choices_of(library: Library) -> tuple[tuple[str, str, str], ...]:
     """Return topic, choice and reason of every choice behind the calls."""
     names = _Names(library)
-    rows = [each.text(names.text) for each in library.made.decisions]
-    whole = piece_length(library, extents) is None
-    return tuple(row for row in rows if not (whole and row[0] == "pieces"))
+    return tuple(each.text(names.text) for each in library.made.decisions)
 
 
 class _Names:
@@ -61,8 +52,6 @@ class _Names:
 
     def argument(self, node: Buffer | Size) -> str:
         """What an argument of the printed graph is."""
-        if isinstance(node, Buffer) and node.name == OUTPUT:
-            return f"{self.output.name}, added to in place"
         if isinstance(node, Buffer):
             return self.tensors.get(node.name, f"{self.output.name}, the initial value")
         if node.name in self.indices:

@@ -363,10 +363,8 @@ def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor],
     if library is None:
         assert isinstance(program.run, Generated)
         return program.run.described(tensors, extents, initial)
-    code, schedule = torch_code(library, extents)
-    if program.backend == "inductor":
-        schedule = "kernels over the whole index space"
-    return Description(schedule, choices=choices_of(library, extents), torch_code=code)
+    schedule = f"{'kernels' if program.backend == 'inductor' else 'library calls'} over the whole index space"
+    return Description(schedule, choices=choices_of(library), torch_code=torch_code(library))
 
 
 # Tensors.

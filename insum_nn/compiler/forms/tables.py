@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -92,12 +92,13 @@ class Unrolling:
         return tuple(found)
 
 
-def unroll(bound: Bound, tables: Mapping[str, StaticTable]) -> Unrolling:
+def unroll(bound: Bound, tables: Mapping[str, StaticTable], most: int | None = None) -> Unrolling:
     """Decide which indices are unrolled, and list the terms.
 
     Args:
         bound: the statement.
         tables: static tensors by name.
+        most: of more terms than these nothing is listed, not even the one of no tables.
     """
     nothing = Unrolling({}, (), ({},))
     tables = _usable(bound, tables)
@@ -121,6 +122,8 @@ def unroll(bound: Bound, tables: Mapping[str, StaticTable]) -> Unrolling:
             continue
         if all((_constant(access, place, tables) or 0) != 0 for access in static_factors):
             places.append(place)
+            if most is not None and len(places) > most:
+                return replace(nothing, places=())
     if len(places) > _TERM_LIMIT:
         return nothing
     return Unrolling(tables, names, tuple(places), steps, {i: fixed[i] for i in indices})

@@ -20,7 +20,7 @@ __all__ = [
     "stores_of",
 ]
 
-Function = Literal["matmul", "csr_product", "sampled_product"]
+Function = Literal["matmul", "bag_product"]
 
 
 class GraphNode(Node):
@@ -40,9 +40,8 @@ class Step(GraphNode):
 class Library(GraphNode):
     """Compute what a small algorithm says by one call of a library.
 
-    `matmul`: a batched product of two matrices, each of their axes an index. `csr_product`: rows of a dense matrix,
+    `matmul`: a batched product of two matrices, each of their axes an index. `bag_product`: rows of a dense matrix,
     times a value for each entry, added up by row of a sparse one; the dense factor is last (see `sparse_parts`).
-    `sampled_product`: a product of two dense matrices at some entries alone.
     """
 
     function: Function
@@ -112,7 +111,7 @@ def factors_of(value: Expr) -> tuple[list[Load], int | float]:
 
 
 def sparse_parts(store: Store) -> tuple[tuple[int, ...], tuple[int, ...], Labels, Labels]:
-    """Return the parts of a `csr_product`, `out[Row[e], n] += Val[e] * dense[Col[e], n]`.
+    """Return the parts of a `bag_product`, `out[Row[e], n] += Val[e] * dense[Col[e], n]`.
 
     Returns:
         The axes of the result that an entry selects along, those of the dense factor, the indices of the entries, and

@@ -69,20 +69,18 @@ def _check_step(node: Step | Library) -> None:
     reads, number = factors_of(store.value)
     assert store.combine == "add", f"{node.function} that does not add"
     assert number == 1, f"{node.function} of a number"
-    assert len(reads) in ((1, 2) if node.function == "csr_product" else (2,)), f"{node.function} of {len(reads)} reads"
+    assert len(reads) in ((1, 2) if node.function == "bag_product" else (2,)), f"{node.function} of {len(reads)} reads"
     sums = {index for index, loop in loops.items() if loop.role == "sum"}
     if node.function == "matmul":
         for subscripts in (store.subscripts, *(read.subscripts for read in reads)):
             assert not scattered_axes(subscripts), "matmul of values that are gathered"
         assert all(sums <= set(read.subscripts) for read in reads), "matmul that sums an index of one factor alone"
-    elif node.function == "sampled_product":
-        assert not scattered_axes(store.subscripts), "sampled_product whose result is scattered"
     else:
         rows, columns, over, shared = sparse_parts(store)
-        assert rows, "csr_product without rows"
-        assert columns, "csr_product without columns"
-        assert set(rows) == set(range(len(rows))), "csr_product whose rows are not its first axes"
-        assert {*over, *shared} == {index.name for index in loops}, "csr_product with a loop that no access has"
+        assert rows, "bag_product without rows"
+        assert columns, "bag_product without columns"
+        assert set(rows) == set(range(len(rows))), "bag_product whose rows are not its first axes"
+        assert {*over, *shared} == {index.name for index in loops}, "bag_product with a loop that no access has"
 
 
 _MODES = {"set", *(mode.name for mode in COMBINING.values())}

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -47,6 +48,9 @@ def find_compiler() -> tuple[str, ...] | None:
 
 @functools.cache
 def _find(named: str | None) -> tuple[str, ...] | None:
+    if sys.platform == "win32":
+        # Sizes and addresses have the C type `long`, which is too short there.
+        return None
     for name in (named,) if named else ("cc", "gcc", "clang"):
         path = shutil.which(name)
         if path is not None:
@@ -64,8 +68,11 @@ def _environment(command: tuple[str, ...]) -> str:
 
 
 def _processor() -> Sequence[str]:
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        lines = file.read().partition("\n\n")[0].splitlines()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = file.read().partition("\n\n")[0].splitlines()
+    except OSError:
+        return [platform.machine(), platform.processor()]
     wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
     return [line for line in lines if line.startswith(wanted)]
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.codegen.c import CKernel, c_kernel
+from insum_nn.compiler.codegen.c import CKernel, NotInC, c_kernel
 from insum_nn.compiler.codegen.c_prelude import PIECES
 from insum_nn.compiler.forms.tables import unroll
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
@@ -49,6 +49,8 @@ _ENTRY = "insum"
 _DIVIDED = 1 << 16
 # Calls by library calls before a program is compiled: most statements of a process run once.
 _PATIENCE = 1
+# Terms of static tables in one statement: Python prints a thousand in a second, and compilers take longer.
+_MOST_TERMS = 192
 # Extents up to which axes of a model, and slots of a group, are compiled in.
 _MOST_FEATURES, _MOST_SLOTS = 128, 32
 
@@ -71,9 +73,15 @@ class Part:
 
 
 def algorithm_of(bound: Bound, tables: Tables) -> Kernel:
-    """The kernel of a statement, whose static tables are unrolled."""
+    """The kernel of a statement, whose static tables are unrolled.
+
+    Raises:
+        NotInC: they have too many entries.
+    """
     kernel = build(bound)
-    found = unroll(bound, dict(tables))
+    found = unroll(bound, dict(tables), _MOST_TERMS)
+    if not found.tables and not found.places:
+        raise NotInC(f"straight-line code of more than {_MOST_TERMS} terms")
     return fold_static_tables(kernel, found.tables, found.names, found.places) if found.tables else kernel
 
 
@@ -106,7 +114,7 @@ class CProgram:
     """Statements computed by one C function, one after the other.
 
     Args:
-        parts: the statements; those of one output stand together, and only the first statement has an initial value.
+        parts: the statements; only the first of an output has an initial value.
 
     Raises:
         NotInC: one is not of the printer's kind.
@@ -122,12 +130,11 @@ class CProgram:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
-        own = [
-            p.bound if at == 0 or parts[at - 1].output != p.output else _adding(p.bound) for at, p in enumerate(parts)
-        ]
-        self.kernels = [
-            c_kernel(algorithm_of(b, p.tables), name=f"k{n}") for n, (b, p) in enumerate(zip(own, parts, strict=True))
-        ]
+        begun = [p.output in {other.output for other in parts[:at]} for at, p in enumerate(parts)]
+        own = [_adding(p.bound) if again else p.bound for p, again in zip(parts, begun, strict=True)]
+        # All before the first is printed, which takes longest: one may have too many terms.
+        algorithms = [algorithm_of(b, p.tables) for b, p in zip(own, parts, strict=True)]
+        self.kernels = [c_kernel(algorithm, name=f"k{n}") for n, algorithm in enumerate(algorithms)]
         printed = _Printed(self.parts, own, self.kernels)
         pieces = dict.fromkeys(piece for kernel in self.kernels for piece in kernel.prelude.split(PIECES))
         self.text = PIECES.join([*pieces, *(kernel.text for kernel in self.kernels), printed.entry])

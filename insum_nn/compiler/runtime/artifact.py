@@ -46,6 +46,7 @@ from insum_nn.compiler.lang.index_checks import writes_sums
 from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.runtime.backends import choose_backend
+from insum_nn.compiler.runtime.composite.statement_choice import multiplies_by_matrices
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences
 from insum_nn.compiler.runtime.execution import Executables, forgets_programs, generation
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
@@ -71,7 +72,7 @@ class Artifact:
     Args:
         specs: the statements.
         places: for each the positions of its tensors among those of a call.
-        outputs: for each the number of the output that it adds to; those of one output stand together.
+        outputs: for each the number of the output that it adds to.
         pool: tensors of a first call.
         initial: the initial value of a first call.
 
@@ -158,6 +159,9 @@ class Artifact:
             tensors = [pool[at] for at in places]
             if choose_backend(bound, spec.options, tables=bool(spec.static))[0] != "c":
                 return None
+            indices = dict(zip(spec.layout.indices, sizes.indices, strict=True))
+            if spec.static and multiplies_by_matrices(spec.statement, dict(spec.static), indices):
+                return None
             if not spec.static and self._sequences[number].of(tensors, sizes) is not None:
                 return None
             if len(self.specs) == 1:
@@ -177,7 +181,7 @@ class Artifact:
         """What runs a kind of call once its function is compiled, and nothing before."""
         alone = len(self.specs) == 1
         options = self.specs[0].options
-        wait = options.deterministic
+        wait = options.deterministic or options.backend == "c"
 
         def run(
             pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
@@ -362,6 +366,6 @@ class _Lines:
 
 def _elsewhere(spec: Spec) -> bool:
     """Whether `dispatch` has to look at each call."""
-    if spec.options.validate or spec.options.backend != "c" or limits_of(spec.statement).steep:
+    if spec.options.validate or spec.options.backend not in ("auto", "c") or limits_of(spec.statement).steep:
         return True
     return writes_sums(spec.statement) and not spec.drop_outside

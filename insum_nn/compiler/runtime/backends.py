@@ -20,12 +20,15 @@ def choose_backend(bound: Bound, options: Options, *, tables: bool = False) -> t
     """Return the backend that runs a statement, and why; `tables`: it reads static tensors, which kernels unroll."""
     if options.backend != "auto":
         return options.backend, "asked for by name"
+    product = not tables and is_matrix_product(bound.statement) and _library_is_as_fast(bound, options)
+    if product and bound.dtype.is_floating_point:
+        return "eager", "a dense matrix product is a library call"
+    if bound.device_type == "cpu" and find_compiler() is not None:
+        return "c", "on a CPU, one C function gathers, multiplies and sums"
     if bound.device_type != "cuda":
-        return "eager", "on a CPU, torch's library calls are faster than generated scatter loops"
+        return "eager", "there is no C compiler" if bound.device_type == "cpu" else "torch's library calls run anywhere"
     if not bound.dtype.is_floating_point:
         return "eager", "integer factors"
-    if not tables and is_matrix_product(bound.statement) and _library_is_as_fast(bound, options):
-        return "eager", "a dense matrix product is a library call"
     if launch.available():
         return "triton", "on a GPU, one generated kernel gathers, multiplies and sums"
     return backend_without_generator(options)

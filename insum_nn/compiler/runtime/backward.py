@@ -270,7 +270,7 @@ def gradients(
     spec = call.spec
     values, names, pool = spec.layout.value_tensors, spec.layout.tensors, (*tensors, grad, share)
     read = pool.__getitem__
-    if run is None and spec.options.backend == "c" and (together := _together(call, pool, shapes, needs)) is not None:
+    if run is None and grad.is_cpu and (together := _together(call, pool, shapes, needs)) is not None:
         return together
     found: list[Tensor | None] = []
     for position, need in enumerate(needs):

@@ -30,6 +30,7 @@ from insum_nn.compiler.runtime.artifact import Call
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
 from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
+from insum_nn.compiler.runtime.composite.statement_choice import multiplies_by_matrices
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, Executables, clearings, generation
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
@@ -246,11 +247,20 @@ def prepare(
     bound = programs.bound
     if spec.static:
         # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
+        if programs.executables.backend == "c" and not _by_matrices(spec, extents):
+            chosen = programs.executables.of(tensors, extents)
+            if chosen.backend == "c":
+                return bound, chosen
         other = find_paths(bound, tensors, extents, spec.options, spec.static)
         other = other or find_pairs(bound, tensors, extents, spec.options, spec.static)
     else:
         other = programs.sequences.of(tensors, extents)
     return bound, other or programs.executables.of(tensors, extents)
+
+
+def _by_matrices(spec: Spec, extents: Extents) -> bool:
+    sizes = dict(zip(spec.layout.indices, extents.indices, strict=True))
+    return multiplies_by_matrices(spec.statement, dict(spec.static), sizes)
 
 
 def intermediates_of(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Hashable, ...]:

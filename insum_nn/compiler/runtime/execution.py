@@ -28,16 +28,9 @@ from insum_nn.compiler.runtime.backends import (
     require_compiler,
     require_triton,
 )
-from insum_nn.compiler.runtime.library import library_calls
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents, fix_extents
 from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
-from insum_nn.compiler.runtime.library.programs import (
-    Library,
-    extent_arguments,
-    library_calls_of,
-    piece_length,
-    run_pieces,
-)
+from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
 from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
@@ -112,7 +105,7 @@ class Executable:
 
         def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             nonlocal slow
-            if program.compiled or program.called(wait=options.deterministic):
+            if program.compiled or program.called(wait=options.deterministic or options.backend == "c"):
                 return program.body(tensors, indices, output, initial)[0]
             if slow is None:
                 other = from_graph(replace(self.bound, static=()), tensors, extents, options, "eager", self.reason)
@@ -125,10 +118,6 @@ class Executable:
         self, run: Callable[..., Tensor], tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         arguments = _integers(self.bound, extents)
-        library, options = self.library, self.options
-        step = None if library is None else piece_length(library, extents)
-        if library is not None and step is not None:
-            return lambda tensors, initial: run_pieces(library, options, tensors, arguments, extents, initial, step)
         if isinstance(run, InductorProgram):
             inductor_run = run
             begin = time.perf_counter()
@@ -224,7 +213,6 @@ def clear_cache() -> None:
         for keeper in tuple(_keepers):
             keeper.clear()
         _hits = _misses = 0
-    library_calls.clear_structures()
     clear_partitions()
     clear_entries()
 

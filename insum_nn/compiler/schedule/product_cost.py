@@ -128,8 +128,6 @@ class _Profile:
         written: the indices that the output varies with.
         scattered: the output is addressed by more than indices of its own.
         index_tensors: their names.
-        product: a sparse matrix times a dense one, or a dense product at some entries: its entries, what is dense, and
-            the factors that are copied, since entries do not select along their first axes.
         blocks: of a product of blocks, the indices that do not say which block it is.
     """
 
@@ -139,7 +137,6 @@ class _Profile:
     written: Labels
     scattered: bool
     index_tensors: tuple[str, ...]
-    product: tuple[Labels, Labels, tuple[str, ...]] | None
     blocks: Labels
 
     def read(self, sizes: Sizes, gathered: Callable[[Labels], float]) -> float:
@@ -159,7 +156,6 @@ def _profile(statement: Statement) -> _Profile:
         frozenset(labels_of(output)),
         None in plain or len(set(plain)) < len(plain),
         statement.index_tensors(),
-        _library_product(statement),
         _block_indices(statement),
     )
 
@@ -182,55 +178,6 @@ def _block_indices(statement: Statement) -> Labels:
 def multiplies_blocks(statement: Statement) -> bool:
     """Whether a statement multiplies by the blocks of a matrix; what that takes was measured in each way."""
     return bool(_profile(statement).blocks)
-
-
-def _library_product(statement: Statement) -> tuple[Labels, Labels, tuple[str, ...]] | None:
-    """The entries and the dense indices of a product that a library computes without gathering, and what it copies.
-
-    `C[Row[e],n] += Val[e] * B[Col[e],n]` is one of a sparse matrix, `D[e] += A[Row[e],k] * B[Col[e],k]` a sampled one.
-    """
-    output, reads = statement.output, statement.reads
-    for dense in reads:
-        others = [access for access in reads if access is not dense]
-        entries = _by_entries(dense, output, others)
-        if entries is not None:
-            return (*entries, _copied(entries[1], dense)) if _gathers(dense) or _gathers(output) else None
-    for at, near in enumerate(reads):
-        for far in reads[at + 1 :]:
-            others = [output, *(a for a in reads if a is not near and a is not far)]
-            entries = _by_entries(near, far, others)
-            if entries is not None:
-                return (*entries, _copied(entries[1], near, far)) if _gathers(near) or _gathers(far) else None
-    return None
-
-
-def _copied(shared: Labels, *accesses: Access) -> tuple[str, ...]:
-    """The accesses with a subscript of entries behind one that is shared: a library reads rows as they lie."""
-    plain = [[s.plain in shared for s in access.subscripts] for access in accesses]
-    return tuple(access.name for access, own in zip(accesses, plain, strict=True) if own != sorted(own))
-
-
-def _by_entries(one: Access, other: Access, others: Sequence[Access]) -> tuple[Labels, Labels] | None:
-    """The indices of the subscripts in which two accesses differ, and the plain ones that they alone share.
-
-    An index that the other factors have too stands for entries of its own.
-    """
-    elsewhere = frozenset(label for access in others for label in labels_of(access))
-    plain = [{s.plain for s in access.subscripts} for access in (one, other)]
-    shared = frozenset(name for name in plain[0] & plain[1] if name is not None) - elsewhere
-    rest = [[s for s in access.subscripts if s.plain not in shared] for access in (one, other)]
-    if not shared or not all(rest):
-        return None
-    entries = frozenset(index.name for subscripts in rest for s in subscripts for index in s.indices())
-    if entries & shared or not elsewhere <= entries:
-        return None
-    if max(map(len, rest)) > 1:
-        pointed = {index.name for subscripts in rest for s in subscripts if s.plain is None for index in s.indices()}
-        alone = {s.plain for s in rest[0]} ^ {s.plain for s in rest[1]}
-        # Blocks are multiplied whole.
-        if alone - pointed - {None}:
-            return None
-    return entries, shared
 
 
 def cost_of(statement: Statement, sizes: Sizes, machine: Machine, ordered: frozenset[str] = frozenset()) -> Cost:
@@ -287,11 +234,6 @@ def _is_matrix_product(labels: Sequence[Labels], written: Labels) -> bool:
 
 def _pairwise(profile: _Profile, sizes: Sizes, machine: Machine) -> tuple[float, float, float]:
     """Cells, multiplications and their weight by library calls, two factors at a time."""
-    if profile.product is not None and sizes.width >= 4:
-        entries, dense, copied = profile.product
-        products = sizes.cells(entries | dense)
-        copies = sum(2.0 * math.prod(sizes.shapes[name]) for name in copied)
-        return products + 2.0 * sizes.cells(entries) + copies, products, products / machine.per_byte
     # What is gathered is read, written, and read again; what is scattered is written, and read and written again.
     cells = profile.read(sizes, lambda labels: 3.0 * sizes.cells(labels))
     scattered = 3.0 * sizes.cells(profile.written) if profile.scattered else 0.0

@@ -76,15 +76,11 @@ def graphs_of(entry: Entry) -> Iterator[Code]:
     yield "graph, eager, deterministic", _graph(entry, plain, deterministic)
     if entry.bound.static:
         yield "graph, compiled, fixed extents", _graph(entry, entry.bound, entry.options, compiled=True)
-    pieces = _graph(entry, replace(plain, device_type="cpu"), entry.options, pieces=True)
-    if pieces:
-        yield "graph, eager, cpu, pieces", pieces
 
 
-def _graph(entry: Entry, bound: Bound, options: Options, *, compiled: bool = False, pieces: bool = False) -> str:
+def _graph(entry: Entry, bound: Bound, options: Options, *, compiled: bool = False) -> str:
     library = library_calls_of(bound, entry.extents, options, compiled=compiled)
-    graph = library.pieces if pieces else library.graph
-    return "" if graph is None else without_call_names(graph)
+    return without_call_names(library.graph)
 
 
 def without_call_names(graph: CallGraph) -> str:

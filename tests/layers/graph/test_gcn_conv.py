@@ -388,7 +388,7 @@ def test_explain_statement(weighted: bool):
         x = torch.randn(NODES, layer.in_channels, requires_grad=True)
         text = str(layer.explain_statement(x, graph, weight))
         assert CARRY in text
-        assert "CSR product" in text
+        assert "combine: scatter" in text
         # What the layer adds after its own product is not part of the statement.
         assert ("copy(Out)  # the initial value" in text) == (layer.in_channels > layer.out_channels)
 

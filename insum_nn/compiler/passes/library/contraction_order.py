@@ -26,7 +26,7 @@ _CELL_COST = 4.0
 
 
 def multiply_in_order(
-    cut: Cut, reads: Sequence[Load], number: int | float, keep: Labels, texts: Sequence[Expr | str] | None = None
+    cut: Cut, reads: Sequence[Load], number: int | float, keep: Labels, texts: Sequence[Expr]
 ) -> tuple[list[GraphNode], Load]:
     """Steps that multiply reads whose axes are indices, summing the indices outside of `keep`, and the result's read.
 
@@ -51,7 +51,7 @@ def multiply_in_order(
         labels = tuple(label for label in own if label in others or label in keep)
         if labels != own:
             operands[position] = emit(labels, read, tuple(label for label in own if label not in labels))
-    for left, right, needed in _pairs(cut, operands, keep, texts or list(reads)):
+    for left, right, needed in _pairs(cut, operands, keep, texts):
         step, result = multiply(cut, operands[left], operands[right], needed)
         steps.append(step)
         operands.append(result)
@@ -62,7 +62,7 @@ def multiply_in_order(
 
 
 def _pairs(
-    cut: Cut, operands: Sequence[Load], keep: Labels, texts: Sequence[Expr | str]
+    cut: Cut, operands: Sequence[Load], keep: Labels, texts: Sequence[Expr]
 ) -> Iterator[tuple[int, int, set[str]]]:
     """Positions of what is multiplied, results counted behind the operands, and the indices needed later."""
     count = len(operands)
@@ -84,7 +84,7 @@ def _pairs(
         alive[number] = both & needed
 
 
-def _order_text(order: Sequence[tuple[int, int]], texts: Sequence[Expr | str]) -> tuple[str | Expr, ...]:
+def _order_text(order: Sequence[tuple[int, int]], texts: Sequence[Expr]) -> tuple[str | Expr, ...]:
     """`(A[i,j] , B[j]) then (C[i] , result)`."""
     parts: list[str | Expr] = []
     for left, right in order:

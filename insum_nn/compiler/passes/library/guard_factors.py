@@ -11,27 +11,24 @@ out too. What does neither (a convolution's weight) is multiplied by a zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from insum_nn.compiler.ir.access import entries, indices_of, miss_conditions
 from insum_nn.compiler.ir.graph import factors_of
-from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Load, Op, Store, conjunction, conjuncts
+from insum_nn.compiler.ir.nodes import Const, Expr, Index, Load, Op, Store, conjunction, conjuncts
 from insum_nn.compiler.passes.library.steps import Cut, product
 
 __all__ = ["guard_factors", "path_conditions"]
 
 
-def guard_factors(cut: Cut, store: Store, made: Mapping[Buffer, tuple[Expr, ...]]) -> Store:
+def guard_factors(cut: Cut, store: Store) -> Store:
     """The store with its terms' conditions at the reads, and with those alone that a write needs.
 
     Args:
         cut: the algorithm.
         store: its store, a sum of products.
-        made: what must hold where an intermediate result is no zero.
     """
     reads, number = factors_of(store.value)
     output = indices_of(*store.subscripts)
-    paths = {read: made.get(read.buffer, ()) or miss_conditions(read) for read in reads}
+    paths = {read: miss_conditions(read) for read in reads}
     every = dict.fromkeys(condition for path in paths.values() for condition in path)
     guards: dict[Load, dict[Expr, None]] = {read: {} for read in reads}
     at_write: dict[Expr, None] = {}
@@ -54,10 +51,7 @@ def guard_factors(cut: Cut, store: Store, made: Mapping[Buffer, tuple[Expr, ...]
         # A gradient is exactly 0 where all terms miss, whatever the factors are.
         at_write |= every
     guarded = [
-        Load(read.buffer, read.subscripts, conjunction((read.where, *guards[read])), read.fill)
-        if read.buffer not in made
-        else read
-        for read in reads
+        Load(read.buffer, read.subscripts, conjunction((read.where, *guards[read])), read.fill) for read in reads
     ]
     where = conjunction((*path_conditions(store), *at_write))
     return Store(store.buffer, store.subscripts, product([*guarded], number), store.combine, where)

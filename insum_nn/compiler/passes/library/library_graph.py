@@ -28,8 +28,7 @@ from insum_nn.compiler.lang.combining import selecting
 from insum_nn.compiler.passes.library.contraction_order import multiply_in_order
 from insum_nn.compiler.passes.library.decisions import Decision
 from insum_nn.compiler.passes.library.guard_factors import guard_factors, path_conditions
-from insum_nn.compiler.passes.library.match_products import match_csr_product, match_sampled_product
-from insum_nn.compiler.passes.library.pieces import choose_pieces
+from insum_nn.compiler.passes.library.match_products import match_bag_product
 from insum_nn.compiler.passes.library.read_factors import read_factors
 from insum_nn.compiler.passes.library.steps import Cut, Target, product, read_of, wide
 
@@ -44,13 +43,11 @@ class LibraryGraph:
         kernel: the algorithm that it computes.
         graph: its steps.
         decisions: the choices that led to it.
-        pieces: the index that eager execution cuts into ranges, if any.
     """
 
     kernel: Kernel
     graph: Graph
     decisions: tuple[Decision, ...]
-    pieces: str | None
 
 
 def library_graph(kernel: Kernel, sizes: Mapping[str, int], target: Target) -> LibraryGraph:
@@ -62,31 +59,21 @@ def library_graph(kernel: Kernel, sizes: Mapping[str, int], target: Target) -> L
         target: what the graph is for.
     """
     cut = Cut(kernel, sizes, target)
-    if selecting(store_of(kernel).combine) is not None:
-        steps, whole = _extremum(cut), True
-    else:
-        steps, whole = _sum(cut)
+    steps = _sum(cut) if selecting(store_of(kernel).combine) is None else _extremum(cut)
     graph = Graph(kernel.inputs, tuple(steps), (cut.output,), tuple(_extents(kernel)))
-    pieces = None if whole else choose_pieces(cut, graph)
-    return LibraryGraph(kernel, graph, tuple(cut.decisions), pieces)
+    return LibraryGraph(kernel, graph, tuple(cut.decisions))
 
 
-def _sum(cut: Cut) -> tuple[list[GraphNode], bool]:
-    """The steps of a sum, and whether it has to run as a whole."""
-    csr = match_csr_product(cut)
-    if csr is not None:
-        return csr, True
-    sampled = match_sampled_product(cut)
-    store, steps = store_of(cut.kernel), list[GraphNode]()
-    made: dict[Buffer, tuple[Expr, ...]] = {}
-    if sampled is not None:
-        store, steps = sampled.store, [sampled.step]
-        made[sampled.result.buffer] = sampled.conditions
-    texts = ["sampled product" if read.buffer in made else read for read in factors_of(store.value)[0]]
-    store = guard_factors(cut, store, made)
+def _sum(cut: Cut) -> list[GraphNode]:
+    """The steps of a sum."""
+    bags = match_bag_product(cut)
+    if bags is not None:
+        return bags
+    store = store_of(cut.kernel)
+    texts, _ = factors_of(store.value)
+    store = guard_factors(cut, store)
     reads, number = factors_of(store.value)
-    read_steps, reads = read_factors(cut, reads)
-    steps += read_steps
+    steps, reads = read_factors(cut, reads)
     output, value = indices_of(*store.subscripts), product([], number)
     if reads:
         product_steps, value = multiply_in_order(cut, reads, number, output, texts)
@@ -94,7 +81,7 @@ def _sum(cut: Cut) -> tuple[list[GraphNode], bool]:
     masks, where = _where_any(cut, store, value)
     steps += [*masks, cut.write(store.subscripts, value, output, where=where)]
     _decide_scatter(cut)
-    return steps, sampled is not None or len(scattered_axes(store.subscripts)) > 1
+    return steps
 
 
 def _where_any(cut: Cut, store: Store, value: Expr) -> tuple[list[GraphNode], Expr | None]:

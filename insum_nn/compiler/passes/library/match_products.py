@@ -1,14 +1,7 @@
-"""Find the library's products in an algorithm, and take them out of it.
+"""Find the product with a sparse matrix that graphs which torch records form as sums of bags.
 
-A product with a sparse matrix, in compressed rows:
-
-    out[x0[a], b] += t0[a] * t1[x1[a], b]    ->    v0[x0[a], b] += t0[a] * t1[x1[a], b]    by csr_product
+    out[x0[a], b] += t0[a] * t1[x1[a], b]    ->    v0[x0[a], b] += t0[a] * t1[x1[a], b]    by bag_product
                                                    out[c, b] += v0[c, b]
-
-A product of two dense matrices at some entries only:
-
-    out[a] += t0[a] * t1[x0[a], b] * t2[x1[a], b]    ->    v0[a] += t1[x0[a], b] * t2[x1[a], b]    by sampled_product
-                                                           out[a] += t0[a] * v0[a]
 
 An affine subscript with entries of index tensors selects too, as in `t1[a+x1[b], c]`; where it lies outside of the
 dense matrix there is no entry.
@@ -19,25 +12,24 @@ both, as the heads `h` do in `out[x0[a], h, b] += t0[a, h] * t1[x1[a], h, b]`: t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.ir.access import Labels, affine_terms, indices_of, miss_conditions, plain_labels, scattered_axes
 from insum_nn.compiler.ir.graph import GraphNode, Library, factors_of, loops_of, store_of
-from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Load, Result, Store, conjunction
+from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Load, Result, Store
 from insum_nn.compiler.passes.library.contraction_order import multiply_in_order
 from insum_nn.compiler.passes.library.read_factors import read_factors
 from insum_nn.compiler.passes.library.steps import Cut, product
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["Sampled", "SparseMatch", "find_sparse_product", "match_csr_product", "match_sampled_product"]
+__all__ = ["match_bag_product"]
 
 _ROW = "row"
 
 
 @dataclass(frozen=True, slots=True)
-class SparseMatch:
+class _Match:
     """The parts of a product with a sparse matrix.
 
     Attributes:
@@ -53,14 +45,13 @@ class SparseMatch:
     entries: Labels
 
 
-def match_csr_product(cut: Cut) -> list[GraphNode] | None:
-    """The steps of `Out[Row[e],n] += Val[e] * B[Col[e],n]` by torch's CSR product; `None`: it is none."""
-    target = cut.target
-    if target.device != "cpu" or not dtype_of(cut.dtype).has_sparse_products or not target.csr:
+def match_bag_product(cut: Cut) -> list[GraphNode] | None:
+    """The steps of `Out[Row[e],n] += Val[e] * B[Col[e],n]` by sums of bags; `None`: it is none."""
+    if cut.target.device != "cpu" or not dtype_of(cut.dtype).has_sparse_products or not cut.target.bags:
         return None
     store = store_of(cut.kernel)
     reads, number = factors_of(store.value)
-    found = find_sparse_product(store, tuple(loop.index.name for loop in loops_of(cut.kernel)))
+    found = _find(store, tuple(loop.index.name for loop in loops_of(cut.kernel)))
     if found is None:
         return None
     dense = reads[found.factor]
@@ -71,11 +62,10 @@ def match_csr_product(cut: Cut) -> list[GraphNode] | None:
     left_out = {*miss_conditions(Load(store.buffer, output)), *miss_conditions(dense)}
     if any(set(miss_conditions(read)) - left_out for read in others) or (not others and number != 1):
         return None
-    texts = [*others]
-    steps, others = read_factors(cut, others)
-    if others:
-        made, value = multiply_in_order(cut, others, number, found.entries, texts)
-        steps, others = steps + made, [value]
+    steps, factors = read_factors(cut, others)
+    if factors:
+        made, value = multiply_in_order(cut, factors, number, found.entries, others)
+        steps, factors = steps + made, [value]
     free = plain_labels([s for axis, s in enumerate(output) if axis not in found.row_axes])
     names = {axis: f"{_ROW}{place or ''}" for place, axis in enumerate(found.row_axes)}
     extents = [shape[axis] for axis in found.row_axes]
@@ -84,20 +74,20 @@ def match_csr_product(cut: Cut) -> list[GraphNode] | None:
     loops = (*indices_of(*rows), *free)
     sums = tuple(label for label in found.entries if label not in loops)
     call = cut.step(
-        Result(product_rows, "zero"), (*rows, *map(Index, free)), product([*others, dense]), loops, sums,
+        Result(product_rows, "zero"), (*rows, *map(Index, free)), product([*factors, dense]), loops, sums,
         combine="add", where=store.where,
     )  # fmt: skip
     cut.decide(
-        "library", "CSR product", "one sparse matrix times one dense one; the library needs no [entries, n] tensor"
+        "library", "sum of bags", "one sparse matrix times one dense one; the library needs no [entries, n] tensor"
     )
     cell = tuple(Index(names[axis]) if axis in names else s for axis, s in enumerate(output))
     over = (*names.values(), *free)
     ends = {name: shape[axis] for axis, name in names.items()}
     write = cut.write(cell, Load(product_rows, tuple(map(Index, over))), over, ends=ends)
-    return [*steps, Library("csr_product", call.kernel), write]
+    return [*steps, Library("bag_product", call.kernel), write]
 
 
-def find_sparse_product(store: Store, indices: Labels) -> SparseMatch | None:
+def _find(store: Store, indices: Labels) -> _Match | None:
     """The parts of a store that adds up such products, under loops over some indices."""
     output = store.subscripts
     reads = factors_of(store.value)[0]
@@ -110,7 +100,7 @@ def find_sparse_product(store: Store, indices: Labels) -> SparseMatch | None:
             rows, columns = _selected(output, entries), _selected(dense.subscripts, entries)
             found = _sparse_entries(output, dense.subscripts, indices, others, rows, columns)
             if found is not None:
-                return SparseMatch(position, columns, rows, found)
+                return _Match(position, columns, rows, found)
     return None
 
 
@@ -149,62 +139,6 @@ def _sparse_entries(
     if plain_labels(rows) == entries:
         return None
     return entries
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A sampled product that was taken out: its step, when an entry takes part, the store without the product."""
-
-    step: GraphNode
-    result: Load
-    conditions: tuple[Expr, ...]
-    store: Store
-
-
-def match_sampled_product(cut: Cut) -> Sampled | None:
-    """`A[Row[p],k] * B[Col[p],k]`, summed over k, by torch's sampled product."""
-    if cut.target.compiled or cut.target.device != "cpu" or not dtype_of(cut.dtype).has_sparse_products:
-        return None
-    store = store_of(cut.kernel)
-    reads, number = factors_of(store.value)
-    for i, j in itertools.combinations(range(len(reads)), 2):
-        others = [read for k, read in enumerate(reads) if k not in (i, j)]
-        parts = _sampled_parts(store, reads[i], reads[j], others)
-        if parts is not None:
-            inner, entries = parts
-            pair = (reads[i], reads[j])
-            conditions = tuple(dict.fromkeys(c for read in pair for c in miss_conditions(read)))
-            made, result = cut.intermediate(entries, product([*pair]), inner, where=conjunction(conditions))
-            cut.decide(
-                "library", "sampled product", "a dense product at some entries only; the library needs no gathered rows"
-            )
-            rest = Store(store.buffer, store.subscripts, product([result, *others], number), store.combine, store.where)
-            return Sampled(Library("sampled_product", made.kernel), result, conditions, rest)
-    return None
-
-
-def _sampled_parts(store: Store, near: Load, far: Load, others: Sequence[Load]) -> tuple[Labels, Labels] | None:
-    """The summed indices, and those of the entries."""
-    inner = set(indices_of(near)) & set(indices_of(far))
-    inner -= set(indices_of(*store.subscripts, *others))
-    sides: list[list[Expr]] = []
-    for read in (near, far):
-        chosen = [s for s in read.subscripts if not (isinstance(s, Index) and s.name in inner)]
-        plain = [s.name for s in read.subscripts if isinstance(s, Index) and s.name in inner]
-        if not chosen or not all(map(_simple, chosen)) or sorted(plain) != sorted(inner):
-            return None
-        sides.append(chosen)
-    rows, columns = sides
-    entries, pointers = indices_of(*rows, *columns), _pointers([*rows, *columns])
-    # Plain subscripts alone are a dense product; without a sum there is only a gather.
-    if not inner or set(entries) & inner or not pointers:
-        return None
-    if max(map(len, sides)) > 1 and _blocked(rows, columns):
-        return None
-    # Another factor may narrow the entries only after the fact, so it must speak of them as they are.
-    if any(scattered_axes(read.subscripts) or not set(indices_of(read)) <= set(entries) for read in others):
-        return None
-    return tuple(label for label in indices_of(near) if label in inner), entries
 
 
 def _blocked(rows: Sequence[Expr], columns: Sequence[Expr]) -> bool:

@@ -6,14 +6,14 @@ out[b] += v0[b] * t1[b]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from insum_nn.compiler.ir.access import indices_of, scattered_axes
-from insum_nn.compiler.ir.graph import Graph, GraphNode, Step, store_of
+from insum_nn.compiler.ir.graph import GraphNode
 from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.passes.library.steps import Cut
 
-__all__ = ["gathers", "read_factors"]
+__all__ = ["read_factors"]
 
 
 def read_factors(cut: Cut, reads: Sequence[Load]) -> tuple[list[GraphNode], list[Load]]:
@@ -26,12 +26,3 @@ def read_factors(cut: Cut, reads: Sequence[Load]) -> tuple[list[GraphNode], list
             steps.append(step)
         found.append(read)
     return steps, found
-
-
-def gathers(graph: Graph) -> Iterator[Step]:
-    """The steps of a graph that gather."""
-    for node in graph.nodes:
-        if isinstance(node, Step):
-            value = store_of(node.kernel).value
-            if isinstance(value, Load) and scattered_axes(value.subscripts):
-                yield node

@@ -37,14 +37,14 @@ class Target:
     Attributes:
         device: its type, such as `cpu`.
         compiled: a compiler fuses the calls; otherwise each runs by itself.
-        csr: the library multiplies sparse matrices.
+        bags: products with sparse matrices are sums of bags.
         search: the order of products is searched for; otherwise it is the written one.
         deterministic: sums are formed in a fixed order.
     """
 
     device: str
     compiled: bool = False
-    csr: bool = True
+    bags: bool = False
     search: bool = True
     deterministic: bool = False
 

@@ -1,0 +1,131 @@
+"""Several programs on the same tensors as one C function: the roles of a tensor product on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.runtime.program import Program
+from insum_nn.dtypes import is_widened
+from insum_nn.tensor_cache import insert
+
+__all__ = ["SharedStatements"]
+
+Sizes = tuple[int, ...]
+Named = Sequence[Mapping[str, Tensor]]
+# Kinds of calls that are kept ready.
+_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What runs a kind of call: its tensors, as numbers of programs and names, and its sizes."""
+
+    artifact: Artifact
+    sources: tuple[tuple[int, str], ...]
+    extents: tuple[Sizes, ...]
+    shapes: tuple[Sizes, ...]
+
+
+class SharedStatements:
+    """Programs that are called together and record no gradients.
+
+    Args:
+        programs: one or more; index tensors of one name are the same in all of them, but for static ones.
+        outputs: for each, a name of the tensor that it adds to; those of one name add up.
+    """
+
+    # As of `FusedPrograms`: nothing was chosen that an explanation would have to show.
+    reason = ""
+    # Every tensor is read where the kind of call is new.
+    reads_all = False
+
+    def __init__(self, programs: Sequence[Program], outputs: Sequence[Hashable]) -> None:
+        self.programs = tuple(programs)
+        self.outputs = tuple(outputs)
+        numbers: dict[Hashable, int] = {}
+        self._numbers = tuple([numbers.setdefault(name, len(numbers)) for name in outputs])
+        self._artifacts: dict[Hashable, Artifact] = {}
+        self._kinds: dict[Hashable, _Kind | None] = {}
+
+    def together(
+        self, named: Named, shapes: Callable[[], Sequence[Sizes]], key: Hashable, separately: object = None
+    ) -> list[Tensor] | None:
+        """Run all programs; `None`: some statement is no C function, or not yet, and they run one by one.
+
+        Args:
+            named: the tensors of each.
+            shapes: makes those of all outputs, where the kind of call is new.
+            key: what decides shapes, dtypes and devices of all these: a promise that they are plain tensors and that
+                no mode follows the call.
+            separately: not read: one function is not measured against one for each program.
+
+        Returns:
+            A tensor for each name of an output, in the order of their first programs.
+        """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.together(named, shapes, key)
+        if key in self._kinds:
+            kind = self._kinds[key]
+        else:
+            kind = self._kind(named, shapes())
+            insert(self._kinds, key, kind, _LIMIT)
+        if kind is None:
+            return None
+        pool: list[Tensor] = []
+        for at, name in kind.sources:
+            pool.append(named[at][name])
+        made = kind.artifact.run(pool, kind.extents, kind.shapes, None)
+        return None if made is None else list(made)
+
+    def _kind(self, named: Named, shapes: Sequence[Sizes]) -> _Kind | None:
+        """Find the sizes of a kind of call, and which tensors are the same in several programs."""
+        slots: dict[str, list[tuple[int, Tensor]]] = {}
+        sources: list[tuple[int, str]] = []
+        pool: list[Tensor] = []
+        places: list[tuple[int, ...]] = []
+        extents: list[Sizes] = []
+        outputs: dict[int, Sizes] = {}
+        for at, (program, own, shape, output) in enumerate(
+            zip(self.programs, named, shapes, self._numbers, strict=True)
+        ):
+            spec = program.spec
+            static = dict(spec.static)
+            place: list[int] = []
+            tensors = [own[name] for name in spec.layout.tensors]
+            for name, tensor in zip(spec.layout.tensors, tensors, strict=True):
+                same = [] if name in static else slots.setdefault(name, [])
+                slot = next((slot for slot, other in same if _same(other, tensor)), None)
+                if slot is None:
+                    slot = len(pool)
+                    pool.append(tensor)
+                    sources.append((at, name))
+                    same.append((slot, tensor))
+                place.append(slot)
+            found = spec.agree(tensors, program.sizes, shape)
+            if found is None:
+                return None
+            if outputs.setdefault(output, found.output) != found.output:
+                # They add to two views of one tensor.
+                return None
+            places.append(tuple(place))
+            extents.append(found.indices)
+        if not places or (len(outputs) < len(places) and any(is_widened(t.dtype) for t in pool)):
+            # Sums of several programs are rounded once.
+            return None
+        kinds = (*(t.dtype for t in pool), *places)
+        artifact = self._artifacts.get(kinds)
+        if artifact is None:
+            artifact = Artifact([p.spec for p in self.programs], places, self._numbers, pool)
+            insert(self._artifacts, kinds, artifact, _LIMIT)
+        shapes = tuple(outputs[number] for number in sorted(outputs))
+        return _Kind(artifact, tuple(sources), tuple(extents), shapes) if artifact.printed else None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
