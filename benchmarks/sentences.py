@@ -58,7 +58,7 @@ def first_steps(entries: Sequence[FirstStep], device: str) -> str:
     return _wrapped(
         f"**The first step** compiles kernels and keeps them on disk. On an {_short(device)} it took {empty}; in the"
         f" next process {full}.{single} [`insum_nn.prepare`](docs/how-to/tune.md#before-the-first-step) compiles"
-        " beforehand; on a CPU nothing is compiled. No schedule is measured on your machine unless you"
+        " beforehand; on a CPU library calls serve in the meantime. No schedule is measured on your machine unless you"
         " [ask for it](docs/how-to/tune.md)."
     )
 
