@@ -235,7 +235,6 @@ class _Printed:
         used = {p.places[i] for p, k in zip(parts, kernels, strict=True) for i in _read(p, k)}
         for n in sorted(used):
             self.lines += [f"if not t{n}.is_contiguous():", f"    t{n} = t{n}.contiguous()"]
-        filled: set[int] = set()
         for number, (part, bound, kernel) in enumerate(zip(parts, bounds, kernels, strict=True)):
             places = dict(zip(map(str, bound.layout.tensors), part.places, strict=True))
             where = {name: f"t{n}" for name, n in places.items()}
@@ -245,10 +244,9 @@ class _Printed:
             if kernel.structure is not None:
                 index, rows = kernel.structure
                 self.sort(bound.index_dtypes[bound.layout.tensors.index(index)], where, index, known.text(rows))
-            first = part.output not in filled
+            first = bound is part.bound
             where[INITIAL] = "initial" if first else out
             if first:
-                filled.add(part.output)
                 self.fill(part, bound, kernel, out, shapes[part.output])
             pointers = [self.argument(where[name]) for name in kernel.pointers]
             numbers = [self.number(known.text(Size(name))) for name in kernel.numbers]
