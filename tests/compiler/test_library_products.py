@@ -241,7 +241,7 @@ def test_missing_entries_of_several_subscripts_hide_their_values(bad):
     assert not agree(program, **read_by(program, tensors)).isnan().any()
 
 
-def test_index_tensors_are_read_anew():
+def test_index_tensors_are_read_at_every_call():
     text, shape = ADDRESSED["two columns"]
     program = insum_nn.compile(text, out_shape=shape)
     tensors = read_by(program, operands(0))
