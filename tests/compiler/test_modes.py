@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -188,6 +189,68 @@ def test_compile_over_nothing():
         _compare_compiled("aot_eager", function, _counted(text, count), dynamic=True)
 
 
+class Counted(torch.nn.Module):
+    """A statement of COUNTED, of which another call may have no terms."""
+
+    def __init__(self, text: str, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.text, self.shape = text, shape
+
+    def forward(self, tensors: dict[str, Tensor]) -> Tensor:
+        return insum(self.text, tensors=tensors, out_shape=self.shape)
+
+
+@pytest.mark.parametrize("text", COUNTED)
+@pytest.mark.parametrize("operator", ["max=", "min="])
+@pytest.mark.parametrize("starts", [False, True])
+def test_an_exported_graph_called_over_nothing(text: str, operator: str, starts: bool):
+    """Torch takes any size for 2 or more while it traces; with 0 cells are those of an eager call."""
+    tensors = {name: tensor.detach() for name, tensor in _counted(text, 3).items()}
+    initial = tensors.pop("y", draw(*(2,) if "y[" in text else ()))
+    count = torch.export.Dim("count", min=0)
+    sizes = {name: {d: count for d, n in enumerate(shape) if n is None} for name, shape in COUNTED[text].items()}
+    tensors |= {"y": initial} if starts else {}
+    module = Counted(text.format(operator), tuple(initial.shape))
+    shapes = {name: sizes.get(name, {}) for name in tensors}
+    graph = torch.export.export(module, (tensors,), dynamic_shapes=(shapes,)).module()
+    for count in (3, 1, 0):
+        other = {name: tensor.detach() for name, tensor in _counted(text, count).items()}
+        other = {name: initial if name == "y" else other[name] for name in tensors}
+        torch.testing.assert_close(graph(other), module(other), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("operator", ["max=", "min="])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_unbacked_sizes_over_nothing(operator: str, dtype: torch.dtype):
+    # One code object for all statements.
+    torch._dynamo.reset()
+    module = Counted(f"y[i] {operator} x[i,q]", (2,))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for count in (3, 0, 1):
+        x = draw(2, count).mul(9).to(dtype)
+        # Not among its stubs.
+        torch._dynamo.decorators.mark_unbacked(x, 1)  # pyright: ignore[reportPrivateImportUsage]
+        assert torch.equal(compiled({"x": x}), module({"x": x}))
+
+
+def test_a_graph_pads_only_where_a_call_may_be_empty():
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    x = draw(2, 5)
+    module = Counted("y[i] max= x[i,q]", (2,))
+    torch.compile(module, backend=aot_autograd(fw_compiler=keep), fullgraph=True, dynamic=True)({"x": x})
+    for least in (0, 3):
+        sizes = {"x": {1: torch.export.Dim("count", min=least)}}
+        graphs.append(torch.export.export(module, ({"x": x},), dynamic_shapes=(sizes,)).graph_module)
+    pads = [sum(node.target == torch.ops.aten.constant_pad_nd.default for node in g.graph.nodes) for g in graphs]
+    assert pads == [0, 1, 0]
+
+
 def test_compile_of_a_program_with_a_start_and_facts():
     program = insum_nn.compile(SPMM, facts={"Row": IndexFacts(masked=False, proven=True)})
 
@@ -361,6 +424,42 @@ def test_a_traced_graph_refuses_an_affine_write_outside(
         # A missing entry writes nowhere.
         tensors["E"] = torch.tensor([max(entries[1], entries[0]) if "-2" in written else 0, -1])
         torch.testing.assert_close(graph(*tensors.values()), run(*tensors.values()))
+
+
+# A statement with a constant subscript -> the shapes of its tensors, with `None` for the extent that it is inside of.
+CONSTANT: dict[str, dict[str, tuple[int | None, ...]]] = {
+    "y[i] += x[7] * z[i]": {"x": (None,), "z": (2,)},
+    "y[i] max= x[i,7]": {"x": (2, None)},
+    "y[i] += w[i,E[0,7]]": {"E": (1, None), "w": (2, 3)},
+    "y[i,7] += z[i] * x[k]": {"y": (2, None), "x": (None,), "z": (2,)},
+}
+
+
+@pytest.mark.parametrize("text", CONSTANT)
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+def test_a_traced_graph_refuses_a_constant_outside(text: str, tracing: str):
+    """It is an error of every call, whether or not torch knows the size while it traces."""
+
+    def tensors(extent: int) -> list[Tensor]:
+        shapes = {name: [extent if n is None else n for n in shape] for name, shape in CONSTANT[text].items()}
+        return [torch.zeros(s, dtype=torch.int64) if name == "E" else draw(*s) for name, s in shapes.items()]
+
+    def run(*passed: Tensor) -> Tensor:
+        return insum(text, tensors=dict(zip(CONSTANT[text], passed, strict=True)))
+
+    few, many = tensors(4), tensors(8)
+    with pytest.raises(insum_nn.errors.InsumRangeError, match=r"'7' (reads|writes) outside axis"):
+        run(*few)
+    with pytest.raises(RuntimeError, match=r"'7' (reads|writes) outside axis"):
+        make_fx(run, tracing_mode=tracing)(*few)(*few)
+    graph = make_fx(run, tracing_mode=tracing)(*many)
+    torch.testing.assert_close(graph(*many), run(*many))
+    # What is known while torch traces is not asked again.
+    asked = any("'7' " in str(node.args) for node in graph.graph.nodes)
+    assert asked == (tracing == "symbolic")
+    if asked:
+        with pytest.raises(RuntimeError, match=r"'7' (reads|writes) outside axis"):
+            graph(*few)
 
 
 class Wrapped(Tensor):

@@ -21,7 +21,7 @@ from insum_nn.compiler.runtime.steps.tuning import TuneReport
 from insum_nn.compiler.schedule import database, session, timing, tune
 from insum_nn.compiler.schedule.cache_folder import cache_folder
 from insum_nn.compiler.schedule.space import Schedule
-from insum_nn.errors import InsumFormatError
+from insum_nn.errors import InsumFormatError, InsumNameError
 from tests.compiler.interpreted import interpreter
 from tests.ranks import CONTEXT, new_process
 
@@ -228,6 +228,14 @@ def test_programs_and_functions_are_tuned_too(clock: list[Any]):
     tensors = named(given, 4)
     assert insum_nn.tune(program, tensors=tensors, out_shape=(9, None)).measured == 2
     assert insum_nn.tune(lambda: program(**tensors, out_shape=(9, None))).measured == 0
+
+
+@pytest.mark.parametrize("missing", [{}, {"v": None}])
+def test_a_tensor_that_is_missing_is_named(clock: list[Any], missing: dict[str, Any]):
+    with pytest.raises(InsumNameError, match="tensor 'v' was not passed"):
+        insum_nn.tune(insum_nn.compile("y[i] += v[i] * x[i]"), x=torch.ones(4), **missing)
+    # Nothing is left of the call: the next one is measured.
+    test_programs_and_functions_are_tuned_too(clock)
 
 
 def test_progress_says_how_many_are_left(clock: list[Any], caplog: pytest.LogCaptureFixture):

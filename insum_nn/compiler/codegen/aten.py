@@ -23,7 +23,7 @@ from insum_nn.compiler.runtime.library import library_calls
 __all__ = ["print_aten"]
 
 
-def print_aten(graph: Graph, device: str, options: Options, *, compiled: bool = False) -> CallGraph:
+def print_aten(graph: Graph, device: str, options: Options, *, compiled: bool, empty: bool = False) -> CallGraph:
     """Print the graph as torch calls.
 
     Args:
@@ -31,15 +31,9 @@ def print_aten(graph: Graph, device: str, options: Options, *, compiled: bool = 
         device: type of the device that the tensors are on.
         options: compile options.
         compiled: for a compiler that fuses, rather than for torch's library calls.
+        empty: some index may have no values.
     """
-    writer = _StepWriter(
-        graph,
-        device,
-        compiled=compiled,
-        deterministic=options.deterministic,
-        narrow_sums=options.accumulate != "float32",
-    )
-    return writer.finished()
+    return _StepWriter(graph, device, options, compiled=compiled, empty=empty).finished()
 
 
 class _StepWriter(ExtremumWriter):

@@ -33,6 +33,10 @@ class ExtremumWriter(OutputWriter):
             valid = self.method("expand", valid, self.shape(labels))
             node = self.call(torch.where, valid, node, mode.identity_of(self.dtype))
         over = list(range(len(written), len(labels)))
+        if over and self.may_be_empty:
+            # Where there is no number torch has no extremum.
+            node = self.call(torch.constant_pad_nd, node, [0, 1] * len(over), mode.identity_of(self.dtype))
+            valid = valid or self.call(torch.ones, self.shape(labels), dtype=torch.bool, device=self.device)
         touched = valid
         if over:
             node = self.call(mode.reduce, node, over)

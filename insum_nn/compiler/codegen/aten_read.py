@@ -21,6 +21,7 @@ from insum_nn.compiler.ir.access import (
 )
 from insum_nn.compiler.ir.graph import Graph, Library, Step, loops_of, store_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Load, Op, Size, Store, conjuncts
+from insum_nn.compiler.options import Options
 from insum_nn.dtypes import is_widened, wide_dtype
 
 __all__ = ["GraphWriter", "Position", "Value"]
@@ -55,30 +56,23 @@ class GraphWriter:
     Args:
         source: the steps to print.
         device: type of the device that the tensors are on.
+        options: compile options.
         compiled: a compiler fuses the calls; otherwise each runs as it is.
-        deterministic: sums are formed in a fixed order.
-        narrow_sums: terms are added to the output in its own dtype, not in the wider one of sums.
+        empty: some index may have no values.
     """
 
-    def __init__(
-        self,
-        source: Graph,
-        device: str,
-        *,
-        compiled: bool,
-        deterministic: bool,
-        narrow_sums: bool,
-    ) -> None:
+    def __init__(self, source: Graph, device: str, options: Options, *, compiled: bool, empty: bool) -> None:
         self.source = source
         self.device_type = device
         self.compiled = compiled
-        self.deterministic = deterministic
+        self.deterministic = options.deterministic
+        self.may_be_empty = empty
         (self.output,) = source.outputs
         self.dtype: torch.dtype = getattr(torch, self.output.dtype)
         self.widens = is_widened(self.dtype)
         # The dtype of products and sums, and the one in which terms of different programs meet.
         self.wide_dtype = wide_dtype(self.dtype)
-        self.sum_dtype = self.dtype if narrow_sums else self.wide_dtype
+        self.sum_dtype = self.wide_dtype if options.accumulate == "float32" else self.dtype
         self.steps = [node for node in source.nodes if isinstance(node, Step | Library)]
         stores = [store_of(step.kernel) for step in self.steps]
         self.ends = {loop.index.name: loop.end for step in self.steps for loop in loops_of(step.kernel)}

@@ -32,7 +32,7 @@ from insum_nn.errors import (
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 from insum_nn.tensor_cache import forget, forgets, unwritten
 
-__all__ = ["Stats", "cell_numbers", "check_index_values", "lowest_entry", "stats_of", "writes_inside", "writes_sums"]
+__all__ = ["Stats", "cell_numbers", "check_index_values", "is_inside", "lowest_entry", "stats_of", "writes_sums"]
 
 
 _INT64_MAX = 2**63 - 1
@@ -155,8 +155,8 @@ def _completed(facts: IndexFacts, ascending: bool, masked: bool) -> IndexFacts:
     return replace(facts, sorted=ascending, masked=masked, proven=True)
 
 
-def writes_inside(subscript: Subscript, extent: int, named: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
-    """Return whether every term without a missing entry writes inside an axis; a tensor, which a graph may hold."""
+def is_inside(subscript: Subscript, extent: int, named: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
+    """Return whether a subscript lies inside an axis in every term without a missing entry; a tensor for a graph."""
     values, valid, _ = _Evaluator(named, sizes).subscript(subscript)
     return (~valid | ((values >= 0) & (values < extent))).all()
 

@@ -26,6 +26,7 @@ __all__ = [
     "is_plain_eager",
     "is_traced",
     "is_transformed",
+    "may_be_empty",
     "outer_autocast",
     "plain_apply",
     "product_dtype",
@@ -160,15 +161,30 @@ def exceeds(extents: Sequence[int], limit: int) -> bool:
         return True
     if not symbolic:
         return False
-    shapes: Any = sys.modules["torch.fx.experimental.symbolic_shapes"]
-    open_ = [extent for extent in symbolic if not shapes.statically_known_true(extent < limit)]
+    open_ = [extent for extent in symbolic if not _is_known(extent < limit)]
     if not open_:
         return False
-    guards: Any = sys.modules.get("torch._guards")
-    guarded = guards is not None and guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
-    if not guarded or any(extent.node.hint is None for extent in open_):  # type: ignore[attr-defined]
+    if not _is_guarded() or any(extent.node.hint is None for extent in open_):  # type: ignore[attr-defined]
         return True
     return any(extent >= limit for extent in open_)
+
+
+def may_be_empty(extents: Sequence[int]) -> bool:
+    """Whether some extent may be 0 in a call of the traced graph."""
+    # While torch traces it takes any size for 2 or more, also in graphs that nothing guards, which are called with 0.
+    least = 1 if _is_guarded() else 3
+    return any(extent == 0 if type(extent) is int else not _is_known(extent >= least) for extent in extents)
+
+
+def _is_known(condition: object) -> bool:
+    shapes: Any = sys.modules["torch.fx.experimental.symbolic_shapes"]
+    return shapes.statically_known_true(condition)  # type: ignore[no-any-return]
+
+
+def _is_guarded() -> bool:
+    """Whether a graph is traced by Dynamo, which compiles again where what it found out of sizes no longer holds."""
+    guards: Any = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
 
 
 # Autocast: a statement counts as a matrix product, whose operands take autocast's dtype.

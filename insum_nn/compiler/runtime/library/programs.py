@@ -40,7 +40,7 @@ def library_calls_of(
 
     Args:
         bound: the statement; what follows its sum is left to the caller.
-        extents: sizes of a call, by which the order of the products is chosen.
+        extents: sizes of a call, by which the order of the products is chosen; 0: an index may have no values.
         options: compile options.
         compiled: for Inductor.
         bags: products with sparse matrices are sums of bags, which have first derivatives only.
@@ -55,7 +55,7 @@ def library_calls_of(
         deterministic=options.deterministic,
     )
     made = library_graph(build(replace(bound, epilogue=PLAIN)), sizes, target)
-    graph = print_aten(made.graph, bound.device_type, options, compiled=compiled)
+    graph = print_aten(made.graph, bound.device_type, options, compiled=compiled, empty=0 in sizes.values())
     return Library(bound, names, made, graph)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
-from insum_nn.compiler.lang.index_checks import lowest_entry, writes_inside
+from insum_nn.compiler.lang.index_checks import is_inside, lowest_entry
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
@@ -27,7 +27,7 @@ from insum_nn.compiler.runtime.composite.pair_program import find_pairs
 from insum_nn.compiler.runtime.composite.statement_sequence import Part, Sequences
 from insum_nn.compiler.runtime.dispatch import Spec, broadcast
 from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
-from insum_nn.compiler.runtime.modes import is_functional, records_graph
+from insum_nn.compiler.runtime.modes import is_functional, may_be_empty, records_graph
 from insum_nn.compiler.runtime.tracing.inline_kernel import inline_kernel
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
@@ -69,17 +69,12 @@ def inline(
     # What a builder has made holds what it guarantees; the derivatives of a statement read what that has checked.
     built = {name for name, own in spec.facts if own.proven} if spec.origin == "builder" else set[str]()
     checked = set[str]() if spec.drop_outside else spec.layout.index_tensors - built
-    _assert_inside(statement, checked, named, declared, extents)
     if not spec.drop_outside:
-        _assert_written_inside(
-            statement, named if initial is None else {statement.output.name: initial, **named}, extents
-        )
+        present = named if initial is None else {statement.output.name: initial, **named}
+        _assert_inside(statement, checked, present, declared, extents)
     facts = {name: own for name, own in declared.items() if name in built}
     # Of what the caller says of the others the graph checks one thing.
     facts |= {name: IndexFacts(masked=declared[name].masked) for name in checked if name in declared}
-    if any(type(extent) is int and extent == 0 for extent in extents.indices):
-        # Without terms every mode leaves what was there. A sum of nothing is one, an extremum is not.
-        statement = replace(statement, operator="+=")
     bound = bind(statement, named, initial, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
     if spec.static:
         pairs = find_pairs(bound, tensors, extents, spec.options, spec.static)
@@ -143,11 +138,22 @@ def _assert_inside(
     facts: Mapping[str, IndexFacts],
     extents: Extents,
 ) -> None:
-    """Have the graph raise where one of the checked index tensors points outside, or holds what is no entry."""
+    """Have the graph raise where one of the checked index tensors points outside, or holds what is no entry.
+
+    So it does where a constant subscript lies outside, or an affine one of the output.
+    """
+    sizes = dict(zip(layout_of(statement).indices, extents.indices, strict=True))
     seen: set[tuple[str, str, int]] = set()
     for access in statement.accesses():
-        shape = extents.output if access is statement.output else named[access.name].shape
-        for axis, subscript in enumerate(access.subscripts):
+        is_output = access is statement.output
+        shape = extents.output if is_output else named[access.name].shape
+        for axis, (subscript, extent) in enumerate(zip(access.subscripts, shape, strict=True)):
+            if not subscript.terms and type(extent) is int and 0 <= subscript.offset < extent:
+                continue
+            if subscript.plain is None and subscript.indirect is None and (is_output or not subscript.terms):
+                what = f"'{subscript}' {'writes' if is_output else 'reads'} outside axis {axis} of '{access.name}'"
+                inside = is_inside(subscript, extent, named, sizes)
+                torch.ops.aten._assert_async.msg(inside, f"{what} in {statement.text}")
             for name in [inner.name for inner in subscript.index_accesses()]:
                 if name not in checked or (name, access.name, axis) in seen:
                     continue
@@ -156,18 +162,8 @@ def _assert_inside(
                 if subscript.indirect is not None:
                     # Where an affine subscript falls outside of a tensor, its term takes no part.
                     what = f"points outside axis {axis} of '{access.name}'"
-                    inside = inside & (named[name] < shape[axis])
+                    inside = inside & (named[name] < extent)
                 torch.ops.aten._assert_async.msg(inside.all(), f"index tensor '{name}' {what} in {statement.text}")
-
-
-def _assert_written_inside(statement: Statement, named: Mapping[str, Tensor], extents: Extents) -> None:
-    """Have the graph raise where an affine subscript of the output falls outside."""
-    sizes = dict(zip(layout_of(statement).indices, extents.indices, strict=True))
-    for axis, subscript in enumerate(statement.output.subscripts):
-        if subscript.plain is None and subscript.indirect is None:
-            inside = writes_inside(subscript, extents.output[axis], named, sizes)
-            what = f"'{subscript}' writes outside axis {axis} of '{statement.output.name}'"
-            torch.ops.aten._assert_async.msg(inside, f"{what} in {statement.text}")
 
 
 # In place of a symbolic size: a traced graph is for all sizes, so that none of them may decide what it looks like.
@@ -188,7 +184,9 @@ def _run(
     static: tuple[tuple[str, StaticTable], ...] = (),
     row_begins: tuple[int, Tensor] | None = None,
 ) -> Tensor:
-    if choose_backend(bound, options, tables=bool(static))[0] == "triton":
+    # Whether a call of the graph may have an extremum of nothing: cells without terms.
+    empty = not bound.statement.combining.adds and may_be_empty(extents.indices)
+    if not empty and choose_backend(bound, options, tables=bool(static))[0] == "triton":
         require_triton(bound)
         tables = dict(canonical_tables(bound.statement, static))
         result = inline_kernel(canonical(bound), tensors, initial, extents, options, tables, row_begins)
@@ -197,7 +195,7 @@ def _run(
     own = canonical(
         replace(bound, facts=tuple(IndexFacts(sorted=facts.sorted, masked=facts.masked) for facts in bound.facts))
     )
-    hints = tuple(_magnitude(_hint(extent)) for extent in extents.indices)
+    hints = tuple(0 if empty else _magnitude(_hint(extent)) for extent in extents.indices)
     # Where make_fx alone records, a graph may be differentiated again, to any order.
     library = _library(own, hints, options, is_functional(tensors))
     indices, axes = extent_arguments(own)
