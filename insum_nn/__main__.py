@@ -16,6 +16,7 @@ from typing import get_args, get_type_hints
 import torch
 
 from insum_nn.compiler.api import insum
+from insum_nn.compiler.kernels.c_compiler import find_compiler
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule.cache_folder import cache_folder
 from insum_nn.errors import InsumError
@@ -45,9 +46,10 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 def _compilers() -> Iterator[tuple[str, str]]:
     """Return the compilers of C and C++ that are on the PATH."""
-    for language, variable, names in (("C", "CC", ("gcc", "cc", "clang")), ("C++", "CXX", ("g++", "c++", "clang++"))):
-        found = filter(None, map(shutil.which, [os.environ.get(variable, ""), *names]))
-        yield f"{language} compiler", next(found, f"none on the PATH; {variable} names one elsewhere")
+    command = find_compiler() or (None,)
+    plus = filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++")))
+    for language, variable, path in (("C", "CC", command[0]), ("C++", "CXX", next(plus, None))):
+        yield f"{language} compiler", path or f"none on the PATH; {variable} names one elsewhere"
 
 
 def _tried(backend: str, device: str) -> tuple[bool, str]:

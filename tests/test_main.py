@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from insum_nn import __main__ as report
+from insum_nn.compiler.kernels import c_compiler
 from insum_nn.compiler.options import Options
 from insum_nn.version import __version__
 
@@ -48,10 +49,37 @@ def test_compilers_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("CXX", "mine")
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "mine").touch(mode=0o755)
-    assert report.main() == 0
+    monkeypatch.setattr(report, "_tried", lambda *_: (True, ""))
+    c_compiler._find.cache_clear()
+    try:
+        assert report.main() == 0
+    finally:
+        c_compiler._find.cache_clear()
     said = lines(capsys)
     assert said["C compiler"] == "none on the PATH; CC names one elsewhere"
     assert said["C++ compiler"] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("named", [None, "gcc"])
+def test_the_compiler_is_the_one_that_runs(
+    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One rule finds it for the report and for C functions: CC, else cc before gcc."""
+    monkeypatch.delenv("CC", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CC", named)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("gcc", "cc"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(report, "_tried", lambda *_: (True, ""))
+    c_compiler._find.cache_clear()
+    try:
+        assert report.main() == 0
+        found = c_compiler.find_compiler()
+    finally:
+        c_compiler._find.cache_clear()
+    assert found is not None
+    assert lines(capsys)["C compiler"] == found[0] == str(tmp_path / (named or "cc"))
 
 
 def test_every_backend_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
