@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -53,24 +54,11 @@ def indice_conv(
 indice_subm_conv = indice_conv
 
 
-def indice_inverse_conv(
-    features: Tensor,
-    filters: Tensor,
-    indice_pairs: Tensor,
-    indice_pair_num: Tensor,
-    num_activate_out: int,
-    algo: object = None,
-    timer: object = None,
-    bias: Tensor | None = None,
-    act_alpha: float = 0.0,
-    act_beta: float = 0.0,
-    act_type: object = Activation.None_,
-) -> Tensor:
-    """`indice_conv` from a table's outputs back to its inputs, of which there are `num_activate_out`."""
-    pairs = (indice_pairs, indice_pair_num, num_activate_out)
-    return table_ops.indice_conv(
-        features, filters, *pairs, True, bias=bias, act_alpha=act_alpha, act_beta=act_beta, act_type=act_type
-    )
+# It has the signature of `indice_conv`.
+@functools.wraps(indice_conv, assigned=())
+def indice_inverse_conv(features: Tensor, filters: Tensor, indice_pairs: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """`indice_conv`, with its arguments, from a table's outputs back to its inputs: there are `num_activate_out`."""
+    return indice_conv(features, filters, indice_pairs.flip(0), *rest, **named)
 
 
 def implicit_gemm(

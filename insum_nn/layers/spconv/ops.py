@@ -120,8 +120,8 @@ def get_indice_pairs(
         InsumRangeError: a voxel lies outside the grid.
         InsumFormatError: a voxel occurs twice.
     """
-    moves = (ksize, stride, padding, dilation, out_padding, subm, transpose)
-    found = _map_of(indices, batch_size, spatial_shape, *moves)
+    geometry = Geometry.of(ksize, stride, padding, dilation, out_padding, subm=subm, transposed=transpose)
+    found = build_kernel_map(Coordinates(indices, tuple(spatial_shape), batch_size), geometry)
     return found.out_indices, found.indice_pairs, _pair_num(found)
 
 
@@ -177,8 +177,8 @@ def get_indice_pairs_implicit_gemm(
         InsumRangeError: a voxel lies outside the grid.
         InsumFormatError: a voxel occurs twice.
     """
-    moves = (ksize, stride, padding, dilation, out_padding, subm, transpose)
-    found = _map_of(indices, batch_size, spatial_shape, *moves)
+    geometry = Geometry.of(ksize, stride, padding, dilation, out_padding, subm=subm, transposed=transpose)
+    found = build_kernel_map(Coordinates(indices, tuple(spatial_shape), batch_size), geometry)
     volume = found.geometry.volume
     if algo is ConvAlgo.MaskSplitImplicitGemm and volume <= _MASK_BITS:
         first = volume - volume // 2
@@ -228,22 +228,6 @@ def global_pool_rearrange(coords: Tensor, batch_size: int) -> tuple[Tensor, Tens
 def maximum_value_int_(ten: Tensor, value: int) -> None:
     """Raise the numbers of `ten` that are less to `value`, in place."""
     ten.clamp_(min=value)
-
-
-def _map_of(
-    indices: Tensor,
-    batch_size: int,
-    spatial_shape: Sequence[int],
-    ksize: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    out_padding: Sequence[int],
-    subm: bool,
-    transpose: bool,
-) -> KernelMap:
-    geometry = Geometry.of(ksize, stride, padding, dilation, out_padding, subm=subm, transposed=transpose)
-    return build_kernel_map(Coordinates(indices, tuple(spatial_shape), batch_size), geometry)
 
 
 def _pair_num(found: KernelMap) -> Tensor:
