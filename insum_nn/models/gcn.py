@@ -2,7 +2,10 @@
 
 # Annotations are not postponed here: TorchScript reads those of methods as they stand.
 
-from typing import Any, Tuple, Union, cast  # noqa: UP035 - as the method it overrides has them
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Tuple, Union, cast  # noqa: UP035 - as the method it overrides has them
+
+from torch import Tensor
 
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.graph.gcn_conv import GCNConv
@@ -47,6 +50,9 @@ class GCN(basic_gnn.GCN):
     >>> model(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
     torch.Size([4, 3])
     """
+
+    if TYPE_CHECKING:
+        __call__: Callable[..., Tensor]
 
     def init_conv(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -123,6 +123,7 @@ class MinkUNet(nn.Module):
     11584173
     """
 
+    __call__: Callable[..., SparseConvTensor]
     LAYERS: ClassVar[tuple[int, ...]] = (1,) * 8
     PLANES: ClassVar[tuple[int, ...]] = (32, 64, 128, 256, 256, 128, 96, 96)
     BLOCK: ClassVar[type[SparseBasicBlock] | type[SparseBottleneck]] = SparseBasicBlock

@@ -56,6 +56,7 @@ class ProductLayer(StatementLayer):
     if TYPE_CHECKING:
         # TorchScript is to read e3nn's annotations.
         _options: Options
+        __call__: Callable[..., Tensor]
 
     def _specs(self) -> Sequence[TensorProductSpec]:
         """Return the tensor products that a call runs."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,9 @@ class Gate(StatementLayer, e3nn_nn.Gate):
     torch.Size([5, 112])
     """
 
+    if TYPE_CHECKING:
+        # TorchScript is to read e3nn's annotations.
+        __call__: Callable[..., Tensor]
     # TorchScript compiles properties unless told otherwise.
     __jit_unused_properties__ = ["irreps_in", "irreps_out", "options"]  # noqa: RUF012 - its form is torch's
     forward_of_e3nn = forward_of(e3nn_nn.Gate)

@@ -3,8 +3,9 @@
 # Annotations are not postponed here: TorchScript reads those of `forward` as they stand.
 
 import types
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ClassVar, NamedTuple, Optional, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, cast
 
 import torch
 from torch import Tensor
@@ -118,6 +119,9 @@ class GCNConv(peer.GCNConv, StatementLayer):
     # Where TorchScript looks for the types of what starts as None.
     _cached_edge_index: Optional[OptPairTensor]  # noqa: UP045
     _cached_adj_t: Optional[SparseTensor]  # noqa: UP045
+
+    if TYPE_CHECKING:
+        __call__: Callable[..., Tensor]
 
     # PyG otherwise reads these types from a class's source, which it looks up by class name. This class has the name of
     # the peer's, so they are declared here.

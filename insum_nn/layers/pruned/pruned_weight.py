@@ -41,6 +41,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         options: compile options.
     """
 
+    __call__: Callable[..., Tensor]
     weight: nn.Parameter
     bias: nn.Parameter | None
     position: Tensor

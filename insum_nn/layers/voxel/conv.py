@@ -6,6 +6,7 @@ The public classes at the end differ only in which constructor arguments they ta
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +66,8 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
         geometry: how the kernel moves.
         options: compile options.
     """
+
+    __call__: Callable[..., SparseConvTensor]
 
     def _make_parameters(
         self, bias: bool, name: str | None, device: torch.device | str | None, dtype: torch.dtype | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +52,8 @@ class _SparsePool(MapLayer, StatementModule):
         geometry: how the kernel moves.
         options: compile options.
     """
+
+    __call__: Callable[..., SparseConvTensor]
 
     def __init__(
         self,
@@ -237,6 +240,8 @@ class SparseAvgPool4d(_SizedPool, SparseAvgPool):
 
 class _SparseGlobalPool(StatementModule):
     """Base of pools over whole clouds."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, name: str | None = None, *, options: Options = DEFAULT) -> None:
         super().__init__(name=name)

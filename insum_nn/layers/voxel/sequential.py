@@ -142,6 +142,7 @@ class ToDense(StatementModule):
     Out[Cell[p],c] += In[p,c]
     """
 
+    __call__: Callable[..., Tensor]
     EXPRESSION = SPARSE_TO_DENSE
 
     def forward(self, x: SparseConvTensor) -> Tensor:
@@ -228,6 +229,8 @@ def _aligned(tensors: Sequence[SparseConvTensor], owner: str) -> SparseConvTenso
 
 class _Table(SparseModule):
     """Base of modules over several tensors, which keep the grid."""
+
+    __call__: Callable[..., SparseConvTensor]
 
     def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
         """Return the input's spatial size, which is the output's."""
