@@ -161,7 +161,7 @@ def sparse_conv(
     initial = bias if bias is not None and bias.dtype == named["In"].dtype else None
     if initial is not None:
         named["Out"] = _split(initial, groups)
-    result = run(expression, FACTS, named, options, (rows, *_AXES[groups > 1]))
+    result = run(expression, FACTS, named, options, (rows, *_AXES[int(groups > 1)]))
     if groups > 1:
         result = result.flatten(1)
     return result if bias is None or initial is not None else result + bias.to(result.dtype)
@@ -434,10 +434,10 @@ def _bound(
     kind: Kind, form: IndexForm, dtype: torch.dtype, kernel_map: KernelMap, groups: int, options: Options
 ) -> _Bound:
     if kind == "W":
-        shape = (*_AXES[groups > 1], kernel_map.geometry.volume, None)
+        shape = (*_AXES[int(groups > 1)], kernel_map.geometry.volume, None)
     else:
         rows = kernel_map.outputs if kind == "Out" else kernel_map.inputs
-        shape = (rows.indices.shape[0], *_AXES[groups > 1])
+        shape = (rows.indices.shape[0], *_AXES[int(groups > 1)])
     if form == "list":
         indices = kernel_map.pair_list
         if not torch.compiler.is_compiling():

@@ -326,7 +326,7 @@ def test_which_index_tensor_terms_are_walked_by():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-@pytest.mark.parametrize("u", [5, 64, 100])
+@pytest.mark.parametrize("u", [5, 64, 112])
 @pytest.mark.parametrize("roles", SETS)
 def test_on_a_gpu(roles: str, u: int, dtype: torch.dtype):
     tensors = {n: t.cuda() for n, t in draw(u, dtype, holes=True).items()}

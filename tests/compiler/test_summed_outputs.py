@@ -177,7 +177,7 @@ def test_no_edges():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-@pytest.mark.parametrize("u", [5, 64, 100])
+@pytest.mark.parametrize("u", [5, 64, 112])
 @pytest.mark.parametrize("which", SETS)
 def test_on_a_gpu(which: str, u: int, dtype: torch.dtype):
     pairs = SETS[which]
