@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import gc
 import pickle
+import subprocess
 import weakref
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from insum_nn.compiler.explain.html import Section, Table, page
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.kernels import launch
+from insum_nn.compiler.kernels.c_compiler import find_compiler
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime import execution
@@ -163,6 +166,7 @@ every_case = pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.library_calls
 @pytest.mark.parametrize("make", [block_spmm, tensor_product, nested_convolution], ids=lambda make: make.__name__)
 def test_text(make: Callable[[], Explanation], golden: Golden):
     explanation = dataclasses.replace(make(), compile_seconds=None)
@@ -184,6 +188,7 @@ def test_the_summary_is_short(make: Callable[[], Explanation]):
     assert lines == repr(explanation).split("\n")
 
 
+@pytest.mark.library_calls
 def test_the_summary_names_the_backend_and_its_reason():
     lines = tensor_product().short().split("\n")
     assert "eager: there is no C compiler" in lines
@@ -291,6 +296,7 @@ def test_a_call_without_terms_has_no_program():
 # Kernel source --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.library_calls
 def test_the_source_of_an_eager_program_is_its_torch_code():
     explanation = tensor_product()
     source = explanation.kernel_source()
@@ -298,6 +304,22 @@ def test_the_source_of_an_eager_program_is_its_torch_code():
     assert source is not None
     assert ".index_add_(" in source
     assert "= None" not in source
+
+
+@pytest.mark.c
+def test_a_c_function_is_shown_and_compiles(tmp_path: Path):
+    """What a call does around it names helpers of the package, and is not called torch code."""
+    explanation = spmm()
+    assert explanation.backend == "c"
+    assert "around the C function\n" in str(explanation)
+    assert "torch code" not in str(explanation)
+    source = explanation.kernel_source()
+    assert source is not None
+    text = tmp_path / "kernel.c"
+    text.write_text(source)
+    command = find_compiler()
+    assert command is not None
+    subprocess.run([*command, "-fsyntax-only", str(text)], check=True)
 
 
 @pytest.mark.usefixtures("interpreter")
