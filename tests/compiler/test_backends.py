@@ -103,6 +103,7 @@ def test_without_a_generator(monkeypatch: pytest.MonkeyPatch):
     assert choose_backend(bound_on_gpu("y[i] += x[i]", torch.int64), Options()) == ("eager", "integer factors")
 
 
+@pytest.mark.library_calls
 @pytest.mark.parametrize(
     "expression",
     [

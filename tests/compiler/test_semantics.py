@@ -559,6 +559,7 @@ def test_any_identifier_is_a_name(expression: str):
     assert hasattr(builtins, "input")
 
 
+@pytest.mark.library_calls
 def test_flat_addresses_of_int32_index_tensors_have_64_bits():
     """Rows times columns may exceed 2**31 where neither does."""
     row, col = ints(1, dtype=torch.int32), ints(1, dtype=torch.int32)

@@ -131,6 +131,7 @@ def test_stored_blocks_with_slots_equal_their_format():
     )
 
 
+@pytest.mark.library_calls
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("side", "share", "dense"), [(16, 0.5, True), (16, 0.1, False), (64, 0.5, False)])
 def test_many_blocks_are_multiplied_as_a_dense_weight(side: int, share: float, dense: bool, bias: bool):
@@ -167,6 +168,7 @@ def test_a_feature_that_no_block_reads_does_not_count():
     assert block_linear(x, weight).isnan().all()
 
 
+@pytest.mark.library_calls
 def test_no_grid_wide_intermediate_in_the_statement():
     """What is gathered has a cell per stored block and input row, never one per place of the grid."""
     weight = block_weight((64, 96, (8, 8), 0.1))
@@ -193,6 +195,7 @@ def test_inductor():
     assert_matches(ours, x.double() @ weight.to_dense().T.double(), dtype=torch.float32, kind="sum")
 
 
+@pytest.mark.library_calls
 @pytest.mark.parametrize("density", [0.01, 0.5])
 def test_single_numbers_are_a_plain_sparse_matrix(density: float):
     """No dense matrix is made at each call."""

@@ -368,6 +368,7 @@ def test_what_is_recommended_does_not_depend_on_the_order_of_formats(kinds: tupl
         arguments.require_format(torch.eye(3), "spmm", "matrix", kinds)
 
 
+@pytest.mark.library_calls
 @pytest.mark.parametrize("kind", [BlockCOO, BlockGroupCOO])
 def test_many_blocks_are_multiplied_as_a_dense_matrix(kind: type[BlockCOO | BlockGroupCOO]):
     """Values, both gradients, and what is explained; block row 3 and block column 5 have no blocks."""

@@ -201,6 +201,7 @@ def test_data_moves_a_prepared_graph():
     assert {tensor.device.type for tensor in data.prepared} == {"meta"}
 
 
+@pytest.mark.library_calls
 def test_errors():
     x, graph = drawn(14, 45)
     layer, prepared = GCNConv(4, 3), Adjacency.from_edges(graph, num_nodes=14)

@@ -380,6 +380,7 @@ def test_what_the_layer_is():
     assert layer.propagate.__module__ != Peer(1, 1).propagate.__module__
 
 
+@pytest.mark.library_calls
 @pytest.mark.parametrize("weighted", [False, True])
 def test_explain_statement(weighted: bool):
     graph = random_graph()

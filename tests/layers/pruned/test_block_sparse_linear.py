@@ -478,6 +478,7 @@ def test_on_each_device(device):
 # What it shows.
 
 
+@pytest.mark.library_calls
 def test_repr_and_explain():
     layer = BlockSparseLinear(96, 64, density=0.5)
     assert repr(layer) == (

@@ -285,6 +285,7 @@ def test_on_each_device(device):
     assert_matches(layer(x), layer.to_conv2d().double()(x.double()), dtype=torch.float32, kind="sum")
 
 
+@pytest.mark.library_calls
 def test_repr_and_explain():
     layer = PrunedConv2d(4, 8, 3, stride=2, padding=1, density=0.25)
     assert repr(layer) == (
