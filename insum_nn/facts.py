@@ -97,6 +97,11 @@ class StaticTable:
         """The table of a tensor's values, read now."""
         return StaticTable(tuple(tensor.shape), tuple(tensor.detach().reshape(-1).tolist()))
 
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """Its values as integers of 64 bits, or as numbers of a floating-point dtype."""
+        floating = any(isinstance(value, float) for value in self.values)
+        return torch.tensor(self.values, dtype=dtype if floating else torch.int64, device="cpu").reshape(self.shape)
+
     def at(self, place: Sequence[int]) -> int | float:
         """The value at a place; -1 outside of the table."""
         flat = 0

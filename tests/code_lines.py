@@ -23,20 +23,18 @@ class Budget(NamedTuple):
 
 
 # Folder of insum_nn, or the whole package -> its budget. A budget only falls: whoever deletes code lowers it to what is
-# then there, and a feature that needs lines takes them from elsewhere. While several changes are under way each folder
-# has one per cent more than it had when they began.
+# then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
-    # 1,790 more while C is printed and what that replaces still stands.
-    "compiler": Budget(18396 + 1790, 13000),
+    "compiler": Budget(19470, 13000),
     "ops": Budget(2830, 1800),
-    "layers": Budget(4950, 4800),
+    "layers": Budget(4940, 4800),
     "formats": Budget(2181, 2100),
     "structure": Budget(2800, 2700),
     "datasets": Budget(1064, 900),
     "models": Budget(700, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(842, 800),
-    PACKAGE: Budget(34260 + 1790, 27500),
+    PACKAGE: Budget(35340, 27500),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

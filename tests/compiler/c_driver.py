@@ -93,6 +93,8 @@ class Case:
         if printed.structure is not None:
             index, rows = printed.structure
             memory["begin"], memory["order"] = sorted_entries(self.memory[index], extent(rows, self.sizes))
+        for copy in printed.copies:
+            memory[copy.name] = memory[copy.source].transpose(copy.axis, -1).contiguous()
         out = torch.zeros(self.shape, dtype=self.out_dtype)
         if not printed.filled:
             # What no kernel may leave.

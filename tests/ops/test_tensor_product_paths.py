@@ -1,4 +1,4 @@
-"""Products with single copies, path by path, as a CPU does them; and what they are not for."""
+"""Products with single copies, as one C function does them on a CPU; and what it is not for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
-from insum_nn.compiler.lang import printed
-from insum_nn.compiler.runtime.composite import path_products, path_program
+from insum_nn.compiler.kernels.c_program import CProgram
 from insum_nn.compiler.runtime.composite.shared_statements import SharedStatements
 from insum_nn.compiler.runtime.steps import needed_gradients
 from insum_nn.errors import InsumError, InsumRangeError
@@ -72,10 +71,8 @@ def test_derivatives(case: Case, shared: bool, runs: list[str]):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("size", [1, 1 << 24])
-def test_edges(shared: bool, size: int, runs: list[str], monkeypatch: pytest.MonkeyPatch):
-    """More edges than are taken at a time, and nodes that have none."""
-    monkeypatch.setattr(path_products, "AT_ONCE", size)
+def test_edges(shared: bool, runs: list[str]):
+    """Some nodes have none."""
     spec = spec_of(MIXED, shared=shared, convolution=True)
     receivers, senders = (index.int() for index in edges_of(9, 150, sort=False))
     assert_same_derivatives(
@@ -84,21 +81,6 @@ def test_edges(shared: bool, size: int, runs: list[str], monkeypatch: pytest.Mon
         inputs_of(spec, 150, 9),
     )
     assert runs
-
-
-@pytest.mark.parametrize("rows", [0, 1, 64, 65, 200])
-def test_parts_of_the_samples(rows: int, monkeypatch: pytest.MonkeyPatch):
-    spec = spec_of(MIXED, shared=True)
-    given = [t.requires_grad_() for t in inputs_of(spec, rows)]
-
-    def run() -> list[Tensor]:
-        z = tensor_product(spec, *given)
-        return [z, *torch.autograd.grad(z.square().sum(), given)]
-
-    whole = run()
-    monkeypatch.setattr(path_products, "AT_ONCE", 1)
-    for got, want in zip(run(), whole, strict=True):
-        torch.testing.assert_close(got, want)
 
 
 def test_operands_as_they_lie():
@@ -280,11 +262,13 @@ def test_gradients_that_are_not_requested(runs: list[str], monkeypatch: pytest.M
         torch.testing.assert_close(got, leaf.grad)
 
 
-@pytest.mark.library_calls
 def test_explained():
-    for case, taken in ((MIXED, True), (one_mode("uvw", True, 4, 3, 5), False)):
-        spec = spec_of(case, shared=True)
-        assert explain_tensor_product(spec, *inputs_of(spec, 5)).reason.startswith("on a CPU, dense products") == taken
+    case = Case("8x1o", "1x0e+1x1o+1x2e", "8x1o", tuple((0, y, 0, "uvw", True) for y in (0, 2)))
+    spec = spec_of(case, shared=True)
+    found = explain_tensor_product(spec, *inputs_of(spec, 5))
+    assert found.backend == "c"
+    assert found.reason == "the statement runs as 2, in one C function"
+    assert any(decision.topic == "order" and ", then " in decision.choice for decision in found.decisions)
 
 
 def test_edges_that_change_are_looked_at_again():
@@ -297,17 +281,16 @@ def test_edges_that_change_are_looked_at_again():
         tensor_product(spec, *given, receivers, senders)
 
 
-@pytest.mark.library_calls
-def test_the_text_of_products_serves_new_edges(monkeypatch: pytest.MonkeyPatch):
+def test_one_text_serves_new_edges(monkeypatch: pytest.MonkeyPatch):
     """Facts of new edges are found; what is printed depends neither on them nor on how many there are."""
-    texts: list[str] = []
+    texts: list[CProgram] = []
+    printed = CProgram._print
 
-    def counted(text: str, *given: Any) -> Any:
-        texts.append(text)
-        return compile(text, *given)
+    def counted(self: CProgram) -> None:
+        texts.append(self)
+        printed(self)
 
-    monkeypatch.setattr(printed, "compile", counted, raising=False)
-    path_program._products.cache_clear()
+    monkeypatch.setattr(CProgram, "_print", counted)
     spec = spec_of(MIXED, shared=False, convolution=True)
     made = list[int]()
     for edges, nodes in ((8, 5), (8, 5), (30, 9), (1, 5)):

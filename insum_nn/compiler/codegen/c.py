@@ -9,9 +9,9 @@ A term that misses is not computed: its condition skips the rest of a loop, one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from insum_nn.compiler.codegen.c_prelude import PIECES, literal, number_of
 from insum_nn.compiler.codegen.c_values import NotInC, Pieces, Range, Slot, Values, is_index
@@ -21,6 +21,7 @@ from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
 from insum_nn.compiler.passes.cpu.lower import lower
 from insum_nn.compiler.passes.cpu.place_lanes import extent_of, steps_of
+from insum_nn.compiler.passes.cpu.transpose_operands import Transposed, transpose_operands
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["CKernel", "NotInC", "c_kernel", "translation_unit"]
@@ -42,6 +43,7 @@ class CKernel:
         structure: the index tensor whose entries are walked by their values, and the number of values: `begin` and
             `order`, int32, come from a stable counting sort that leaves out entries of -1.
         filled: the output must hold 0; otherwise every cell is written.
+        copies: operands of which it takes a transposed copy.
     """
 
     text: str
@@ -51,6 +53,7 @@ class CKernel:
     numbers: tuple[str, ...]
     structure: tuple[str, Expr] | None
     filled: bool
+    copies: tuple[Transposed, ...] = ()
 
 
 def c_kernel(
@@ -58,6 +61,7 @@ def c_kernel(
     *,
     name: str = "kernel",
     vector_bytes: int = _VECTOR,
+    made: Collection[str] = (),
 ) -> CKernel:
     """Print an algorithm of `ir.build` whose static tables are folded, as one C function.
 
@@ -66,13 +70,15 @@ def c_kernel(
             value may be the memory of the output.
         name: of the function.
         vector_bytes: bytes of a vector.
+        made: inputs that earlier kernels of the same function write: nothing can be copied of them before.
 
     Raises:
         NotInC: the kernel has something that C functions do not.
     """
+    kernel, copies = transpose_operands(kernel, made)
     lowered = lower(kernel)
     verify_kernel(lowered.kernel, placed=False)
-    return _Printer(lowered, name, vector_bytes).print()
+    return replace(_Printer(lowered, name, vector_bytes).print(), copies=copies)
 
 
 def translation_unit(kernels: Sequence[CKernel], entry: str) -> str:
@@ -261,7 +267,12 @@ class _Printer(Values):
     # Sums.
 
     def sums(self, pieces: Pieces) -> None:
-        """Accumulators, the loops over terms, the cells that are written."""
+        """Accumulators, the loops over terms, the cells that are written, for one batch of stores after the other."""
+        for stores in self.place.batches:
+            self.stores = [*stores]
+            self.batch(pieces)
+
+    def batch(self, pieces: Pieces) -> None:
         slots = [*dict.fromkeys(slot for _, each in pieces for slot in each)]
         # Rows that are terms add to the same cells.
         rows = range(1 if self.place.streams else self.rows)

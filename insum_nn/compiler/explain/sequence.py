@@ -1,4 +1,4 @@
-"""What becomes of a statement that runs as several, or path by path: the order, and each statement's explanation."""
+"""What becomes of a statement that runs as several: the order, and each statement's explanation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.passes.path_products import products_of
-from insum_nn.compiler.runtime.composite.pair_program import PairProgram
-from insum_nn.compiler.runtime.composite.path_program import PathProgram
 from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
 from insum_nn.facts import IndexFacts
@@ -28,7 +25,7 @@ def explain_call(
     statement: Statement,
     options: Options,
     extents: Extents | None,
-    program: Executable | PairProgram | PathProgram | StatementSequence | None,
+    program: Executable | StatementSequence | None,
     inputs: Inputs | None,
     seconds: float | None = None,
     *,
@@ -39,15 +36,15 @@ def explain_call(
 ) -> Explanation:
     """Collect what there is to say of a call; the arguments are those of `explain_program`."""
     about = {"sizes": sizes, "out_shape": out_shape, "epilogue": epilogue, "facts": facts}
-    if isinstance(program, PairProgram):
-        whole = explain_program(statement, options, extents, None, inputs, seconds, **about)  # type: ignore[arg-type]
-        return _by_pair(whole, program)
-    if isinstance(program, PathProgram):
-        whole = explain_program(statement, options, extents, None, inputs, seconds, **about)  # type: ignore[arg-type]
-        return _by_path(whole, program)
     if not isinstance(program, StatementSequence):
         return explain_program(statement, options, extents, program, inputs, seconds, **about)  # type: ignore[arg-type]
     assert inputs is not None
+    if program.program is not None:
+        assert extents is not None
+        reason = f"{program.reason}, in one C function"
+        made = Executable(program.bound, extents, options, "c", reason, program.program, 0.0)
+        whole = explain_program(statement, options, extents, made, inputs, seconds, **about)  # type: ignore[arg-type]
+        return replace(whole, _choices=(_order(program), *whole._choices))
     parts: list[Explanation] = []
     for stage in program.stages(*inputs):
         has_initial = stage.program.bound.has_initial
@@ -77,39 +74,14 @@ def median_seconds(call: Callable[[], object]) -> float:
     return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)
 
 
-def _by_pair(whole: Explanation, program: PairProgram) -> Explanation:
-    """The products of rows, and the matrix product, that a statement over static tables is rewritten to."""
-    first, second, sizes = str(program.products.split).splitlines()
-    return replace(
-        whole,
-        backend="eager",
-        reason=program.reason,
-        torch_code=str(program.products.split),
-        schedule="products of rows, then a matrix product, a range of samples at a time",
-        _choices=(Decision("products", f"{first}, then {second}", sizes.removeprefix("# ")),),
-    )
-
-
-def _by_path(whole: Explanation, program: PathProgram) -> Explanation:
-    """The products that a statement over static tables is rewritten to."""
-    lines = list(products_of(program.split))
-    count = len(program.split.paths)
-    statements = lines[: len(lines) - count]
-    choice = Decision("products", ", then ".join(statements), f"paths: {count}")
-    return replace(
-        whole,
-        backend="eager",
-        reason=program.reason,
-        torch_code="\n".join(lines),
-        schedule="one dense product after the other, a range of samples at a time",
-        _choices=(choice,),
-    )
+def _order(program: StatementSequence) -> Decision:
+    order = ", then ".join(str(part.bound.statement) for part in program.parts)
+    return Decision("order", order, f"{program.cost}, where the whole takes {program.whole}")
 
 
 def _choices(program: StatementSequence, parts: Sequence[Explanation]) -> Iterator[Decision]:
     """Return the order with its counts, what is cleared for it, and the choices of each statement."""
-    order = ", then ".join(str(part.statement) for part in parts)
-    yield Decision("order", order, f"{program.cost}, where the whole takes {program.whole}")
+    yield _order(program)
     for part in program.parts:
         for each in part.clears:
             what = f"in {each.clear.name}, entries of {each.clear.place.access.name} that no term reads are set to 0"

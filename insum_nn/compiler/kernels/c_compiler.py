@@ -20,13 +20,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from insum_nn.compiler.kernels.ahead import processors
 from insum_nn.compiler.schedule.cache_folder import located, write
 from insum_nn.locks import new_lock
 
-__all__ = ["CFunction", "background", "find_compiler"]
+__all__ = ["CFunction", "background", "find_compiler", "submit"]
 
 # Lanes and accumulators are explicit in the text, so nothing may reorder sums. No `-ffast-math`: a library linked with
 # it makes the whole process flush denormal numbers. gcc's own vectorizers gain nothing, and take most of the time.
@@ -159,15 +159,21 @@ class CFunction:
         self._compiled.set()
 
 
+class _Task(Protocol):
+    """What a worker compiles."""
+
+    def compile(self) -> None: ...
+
+
 class _Workers:
     """Threads that wait for the compiler's processes; a child of a fork begins with none."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[CFunction] = SimpleQueue()
+        self._queue: SimpleQueue[_Task] = SimpleQueue()
         self._threads = 0
         self._lock = new_lock()
 
-    def submit(self, function: CFunction) -> None:
+    def submit(self, function: _Task) -> None:
         self._queue.put(function)
         with self._lock:
             if self._threads < min(_SEVERAL, processors()):
@@ -180,6 +186,11 @@ class _Workers:
 
 
 _workers = _Workers()
+
+
+def submit(task: _Task) -> None:
+    """Have a worker compile something."""
+    _workers.submit(task)
 
 
 def _in_child() -> None:

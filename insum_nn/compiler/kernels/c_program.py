@@ -27,10 +27,10 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.c import CKernel, NotInC, c_kernel
 from insum_nn.compiler.codegen.c_prelude import PIECES
-from insum_nn.compiler.forms.tables import unroll
+from insum_nn.compiler.forms.tables import Unrolling, unroll
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
-from insum_nn.compiler.kernels.c_compiler import CFunction, background
+from insum_nn.compiler.kernels.c_compiler import CFunction, background, submit
 from insum_nn.compiler.kernels.c_structures import entries_of, order_of, sorting
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound
@@ -38,10 +38,14 @@ from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.schedule.canonical import Tables
+from insum_nn.locks import new_lock
 
-__all__ = ["Body", "CProgram", "Part", "Sizes", "algorithm_of", "compiled_extents", "limits_of_extents"]
+__all__ = ["NOWHERE", "Body", "CProgram", "Part", "Sizes", "algorithm_of", "compiled_extents", "limits_of_extents"]
 
 Sizes = tuple[int, ...]
+NOWHERE = 1 << 30
+# The number of an extent of a call's statements and of one of these, or a number.
+Extent = tuple[int, int] | int
 # The tensors, the extents and the output's shape of each statement, the initial value of the first output.
 Body = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...]]
 _ENTRY = "insum"
@@ -49,8 +53,9 @@ _ENTRY = "insum"
 _DIVIDED = 1 << 16
 # Calls by library calls before a program is compiled: most statements of a process run once.
 _PATIENCE = 1
-# Terms of static tables in one statement: Python prints a thousand in a second, and compilers take longer.
-_MOST_TERMS = 192
+# Terms of static tables in one statement: Python prints a thousand in a second, and compilers take longer. Of more than
+# these a call does not wait for either.
+_MOST_TERMS, _SOON = 1280, 192
 # Extents up to which axes of a model, and slots of a group, are compiled in.
 _MOST_FEATURES, _MOST_SLOTS = 128, 32
 
@@ -62,14 +67,19 @@ class Part:
     Attributes:
         bound: the statement in canonical names, with the extents that are compiled in.
         tables: its static tensors by canonical name.
-        places: of its tensors among those of the program.
+        places: of its tensors among those of the program; -1 - n: what another statement wrote as output n; `NOWHERE`:
+            of static tables that a call does not pass.
         output: the number of the output that it adds to.
+        extents: of its indices: which of which statement of a call, or how many; `None`: it is that statement itself.
+        shape: of an output that only later statements read, likewise.
     """
 
     bound: Bound
     tables: Tables
     places: tuple[int, ...]
     output: int = 0
+    extents: tuple[Extent, ...] | None = None
+    shape: tuple[Extent, ...] | None = None
 
 
 def algorithm_of(bound: Bound, tables: Tables) -> Kernel:
@@ -78,11 +88,17 @@ def algorithm_of(bound: Bound, tables: Tables) -> Kernel:
     Raises:
         NotInC: they have too many entries.
     """
+    found = _unrolled(bound, tables)
     kernel = build(bound)
+    return fold_static_tables(kernel, found.tables, found.names, found.places) if found.tables else kernel
+
+
+@lru_cache(maxsize=64)
+def _unrolled(bound: Bound, tables: Tables) -> Unrolling:
     found = unroll(bound, dict(tables), _MOST_TERMS)
     if not found.tables and not found.places:
         raise NotInC(f"straight-line code of more than {_MOST_TERMS} terms")
-    return fold_static_tables(kernel, found.tables, found.names, found.places) if found.tables else kernel
+    return found
 
 
 def compiled_extents(bound: Bound, tables: Tables, extents: Sizes) -> tuple[tuple[str, int], ...]:
@@ -115,39 +131,84 @@ class CProgram:
 
     Args:
         parts: the statements; only the first of an output has an initial value.
+        indices: how many indices each statement of a call has, of which these are parts; `None`: they are these.
+        tensors: how many tensors a call has; `None`: those that the parts name.
+        soon: print it now; else one of many terms is printed by a worker, when it is requested.
 
     Raises:
         NotInC: one is not of the printer's kind.
 
     Attributes:
         kernels: what each statement became.
-        text: the C text.
+        text: the C text; empty before it is printed.
         host: the text of `body`.
-        function: the C function, compiled or not.
         compiled: all is compiled that `body` calls.
         body: runs the statements, where the function is compiled.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        indices: Sequence[int] | None = None,
+        tensors: int | None = None,
+        *,
+        soon: bool = True,
+    ) -> None:
         self.parts = tuple(parts)
-        begun = [p.output in {other.output for other in parts[:at]} for at, p in enumerate(parts)]
-        own = [_adding(p.bound) if again else p.bound for p, again in zip(parts, begun, strict=True)]
-        # All before the first is printed, which takes longest: one may have too many terms.
-        algorithms = [algorithm_of(b, p.tables) for b, p in zip(own, parts, strict=True)]
-        self.kernels = [c_kernel(algorithm, name=f"k{n}") for n, algorithm in enumerate(algorithms)]
-        printed = _Printed(self.parts, own, self.kernels)
-        pieces = dict.fromkeys(piece for kernel in self.kernels for piece in kernel.prelude.split(PIECES))
-        self.text = PIECES.join([*pieces, *(kernel.text for kernel in self.kernels), printed.entry])
-        self.function = CFunction(self.text, _ENTRY, printed.pointers, printed.integers)
-        self.sorts = [each for dtype in printed.sorted for each in sorting(dtype)]
-        self.host = "\n".join(printed.lines)
-        names = {**printed.names, "run": self._run, "threads": torch.get_num_threads}
-        names |= {"entries_of": entries_of, "order_of": order_of}
-        names |= {"empty": torch.empty, "zeros": torch.zeros}
-        self._names = names
+        self.text = self.host = self._refused = ""
+        self.kernels: list[CKernel] = []
+        self._functions: list[CFunction] = []
+        self._names: dict[str, Any] = {}
         self.compiled = False
         self._calls = 0
-        self.body: Body = function_of_lines(printed.lines, names, f"{self.parts[0].bound.statement.text} in C")
+        self._printing = new_lock()
+        if indices is None:
+            indices = [len(part.bound.layout.indices) for part in parts]
+        if tensors is None:
+            tensors = 1 + max((place for part in parts for place in part.places), default=-1)
+        self._indices, self._tensors = indices, tensors
+        # All before the first is printed, which takes longest: one may have too many terms.
+        terms = max(len(_unrolled(part.bound, part.tables).places) for part in parts)
+        self._later = not soon and terms > _SOON and background()
+        self.body: Body = self._run
+        if not self._later:
+            self._print()
+
+    def _print(self) -> None:
+        """Print all, once."""
+        with self._printing:
+            if self.text:
+                return
+            parts = self.parts
+            begun = [p.output in {other.output for other in parts[:at]} for at, p in enumerate(parts)]
+            own = [_adding(p.bound) if again else p.bound for p, again in zip(parts, begun, strict=True)]
+            algorithms = [algorithm_of(b, p.tables) for b, p in zip(own, parts, strict=True)]
+            made = [
+                [t for t, at in zip(b.layout.tensors, p.places, strict=True) if at < 0]
+                for b, p in zip(own, parts, strict=True)
+            ]
+            self.kernels = [c_kernel(k, name=f"k{n}", made=made[n]) for n, k in enumerate(algorithms)]
+            printed = _Printed(parts, own, self.kernels, self._indices, self._tensors)
+            pieces = dict.fromkeys(piece for kernel in self.kernels for piece in kernel.prelude.split(PIECES))
+            text = PIECES.join([*pieces, *(kernel.text for kernel in self.kernels), printed.entry])
+            function = CFunction(text, _ENTRY, printed.pointers, printed.integers)
+            self._functions = [function, *(each for dtype in printed.sorted for each in sorting(dtype))]
+            self.host = "\n".join(printed.lines)
+            names = {**printed.names, "run": self._run, "threads": torch.get_num_threads}
+            names |= {"entries_of": entries_of, "order_of": order_of}
+            names |= {"empty": torch.empty, "zeros": torch.zeros}
+            self._names = names
+            self.body = function_of_lines(printed.lines, names, f"{parts[0].bound.statement.text} in C")
+            self.text = text
+
+    def compile(self) -> None:
+        """Print all, and have it compiled: what a worker does."""
+        try:
+            self._print()
+        except NotInC as error:
+            self._refused = str(error)
+        for each in self._functions:
+            each.request()
 
     def called(self, *, wait: bool) -> bool:
         """Whether all is compiled that `body` calls; a statement that runs again is, after a while or at once.
@@ -159,37 +220,42 @@ class CProgram:
             self.wait()
         elif self._calls > _PATIENCE:
             self.request()
-        if self.function.run is None or any(sort.run is None for sort in self.sorts):
+        if not self.text or any(each.run is None for each in self._functions):
             return False
-        self._names["run"] = self.function.run
+        self._names["run"] = self._functions[0].run
         self.compiled = True
         return True
 
     @property
     def error(self) -> str:
         """Why it cannot be compiled; empty where it can, or nothing is known yet."""
-        return next((each.error for each in (self.function, *self.sorts) if each.error), "")
+        return self._refused or next((each.error for each in self._functions if each.error), "")
 
     def find(self) -> None:
         """Load what was compiled before."""
-        for each in (self.function, *self.sorts):
+        for each in self._functions:
             if each.run is None:
                 each.find()
 
     def request(self) -> None:
         """Have it compiled while other code serves."""
-        for each in (self.function, *self.sorts):
-            each.request()
+        if self._later:
+            self._later = False
+            submit(self)
+        elif self.text:
+            self.compile()
 
     def wait(self) -> None:
         """Return when it is compiled, or cannot be."""
-        self.request()
-        for each in (self.function, *self.sorts):
+        self._later = False
+        self.compile()
+        for each in self._functions:
             each.wait()
 
     def described(self) -> Description:
         """Describe what a call runs."""
-        state = "compiled" if self.function.run is not None else "library calls serve until it is compiled"
+        run = self._functions[0].run if self.text else None
+        state = "compiled" if run is not None else "library calls serve until it is compiled"
         if self.error:
             state = f"library calls serve, as it could not be compiled: {self.error}"
         choices = [
@@ -204,7 +270,7 @@ class CProgram:
         return Description(f"one C function; {state}", sources=(self,), choices=tuple(choices), torch_code=self.host)
 
     @staticmethod
-    def _run(*_: Any) -> None:
+    def _run(*_: Any) -> Any:
         raise AssertionError("called before it was compiled")
 
 
@@ -216,31 +282,57 @@ def _adding(bound: Bound) -> Bound:
 class _Printed:
     """The entry of the C text, and the lines of `body`."""
 
-    def __init__(self, parts: Sequence[Part], bounds: Sequence[Bound], kernels: Sequence[CKernel]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        bounds: Sequence[Bound],
+        kernels: Sequence[CKernel],
+        indices: Sequence[int],
+        tensors: int,
+    ) -> None:
         self.arguments: dict[str, str] = {}
         self.numbers: dict[str, str] = {}
         self.names: dict[str, Any] = {}
         self.sorted: dict[torch.dtype, None] = {}
         self.made: dict[str, str] = {}
         self.calls: list[str] = []
-        count = 1 + max(place for part in parts for place in part.places) if any(p.places for p in parts) else 0
-        outputs = max(part.output for part in parts) + 1
+        given = sorted({part.output for part in parts if part.shape is None})
         self.lines = ["def body(pool, extents, shapes, initial):"]
-        self.lines += [f"({''.join(f't{n}, ' for n in range(count))}) = pool"] if count else []
-        sizes = [[f"e{n}_{i}" for i in range(len(p.bound.layout.indices))] for n, p in enumerate(parts)]
-        shapes = {p.output: [f"s{p.output}_{a}" for a in range(len(p.bound.layout.output_plain))] for p in parts}
-        for name, all_of in (("extents", sizes), ("shapes", [shapes[n] for n in range(outputs)])):
+        self.lines += [f"({''.join(f't{n}, ' for n in range(tensors))}) = pool"] if tensors else []
+        sizes = [[f"e{n}_{i}" for i in range(many)] for n, many in enumerate(indices)]
+
+        def texts(extents: Sequence[Extent]) -> list[str]:
+            return [str(each) if isinstance(each, int) else sizes[each[0]][each[1]] for each in extents]
+
+        shapes = {
+            p.output: [f"s{p.output}_{a}" for a in range(len(p.bound.layout.output_plain))]
+            if p.shape is None
+            else texts(p.shape)
+            for p in parts
+        }
+        for name, all_of in (("extents", sizes), ("shapes", [shapes[n] for n in given])):
             text = "".join(f"({''.join(f'{x}, ' for x in each)}), " if each else "_, " for each in all_of)
             self.lines.append(f"({text}) = {name}")
-        used = {p.places[i] for p, k in zip(parts, kernels, strict=True) for i in _read(p, k)}
+        read = {p.places[i] for p, k in zip(parts, kernels, strict=True) for i in _read(p, k)}
+        used = {place for place in read if 0 <= place < NOWHERE}
         for n in sorted(used):
             self.lines += [f"if not t{n}.is_contiguous():", f"    t{n} = t{n}.contiguous()"]
         for number, (part, bound, kernel) in enumerate(zip(parts, bounds, kernels, strict=True)):
             places = dict(zip(map(str, bound.layout.tensors), part.places, strict=True))
-            where = {name: f"t{n}" for name, n in places.items()}
-            letters = dict(zip(bound.layout.indices, sizes[number], strict=True))
+            where = {name: f"t{n}" if n >= 0 else f"out{-1 - n}" for name, n in places.items()}
+            if any(places.get(name) == NOWHERE for name in kernel.pointers):
+                raise NotInC("static table that is known in part")
+            own = sizes[number] if part.extents is None else texts(part.extents)
+            letters = dict(zip(bound.layout.indices, own, strict=True))
             out = where[OUTPUT] = f"out{part.output}"
-            known = _Known(letters, shapes[part.output], places)
+            for copy in kernel.copies:
+                source, name = where[copy.source], f"{where[copy.source]}_{copy.axis}"
+                line = f"{name} = {source}.transpose({copy.axis}, -1).contiguous()"
+                self.lines += [line] if line not in self.lines else []
+                where[copy.name] = name
+            known = _Known(
+                letters, shapes[part.output], {name: (where[name], shapes.get(-1 - n)) for name, n in places.items()}
+            )
             if kernel.structure is not None:
                 index, rows = kernel.structure
                 self.sort(bound.index_dtypes[bound.layout.tensors.index(index)], where, index, known.text(rows))
@@ -253,9 +345,9 @@ class _Printed:
             work = " * ".join(letters.values()) or "1"
             numbers.append(self.number(f"threads() if {work} > {_DIVIDED} else 1"))
             self.calls.append(f"{kernel.name}({', '.join([*pointers, *numbers])})")
-        given = [*(f"{name}.data_ptr()" for name in self.arguments), *self.numbers]
-        results = "".join(f"out{n}, " for n in range(outputs))
-        self.lines += [f"if run({', '.join(given)}):", "    raise MemoryError", f"return {results}"]
+        passed = [*(f"{name}.data_ptr()" for name in self.arguments), *self.numbers]
+        results = "".join(f"out{n}, " for n in given)
+        self.lines += [f"if run({', '.join(passed)}):", "    raise MemoryError", f"return {results}"]
         self.pointers, self.integers = len(self.arguments), len(self.numbers)
         head = [*(f"void *{p}" for p in self.arguments.values()), *(f"long {n}" for n in self.numbers.values())]
         self.entry = f"int {_ENTRY}({', '.join(head)}) {{\n  return {' || '.join(self.calls)};\n}}\n"
@@ -288,7 +380,7 @@ class _Printed:
 
 def _read(part: Part, kernel: CKernel) -> list[int]:
     """The positions of the tensors of a statement that its kernel reads, or that entries are sorted of."""
-    names = {*kernel.pointers, *([kernel.structure[0]] if kernel.structure else [])}
+    names = {*kernel.pointers, *([kernel.structure[0]] if kernel.structure else []), *(c.source for c in kernel.copies)}
     return [at for at, name in enumerate(part.bound.layout.tensors) if name in names]
 
 
@@ -298,7 +390,7 @@ class _Known:
 
     letters: dict[str, str]
     shape: Sequence[str]
-    places: dict[str, int]
+    tensors: dict[str, tuple[str, Sequence[str] | None]]
 
     def text(self, size: Expr) -> str:
         if isinstance(size, Const):
@@ -310,4 +402,7 @@ class _Known:
         if size.name in self.letters:
             return self.letters[size.name]
         name, _, axis = size.name.rpartition("_")
-        return self.shape[int(axis)] if name == OUTPUT else f"t{self.places[name]}.shape[{axis}]"
+        if name == OUTPUT:
+            return self.shape[int(axis)]
+        tensor, shape = self.tensors[name]
+        return f"{tensor}.shape[{axis}]" if shape is None else shape[int(axis)]

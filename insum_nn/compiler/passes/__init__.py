@@ -1,1 +1,1 @@
-"""Rewrites: of the loop-nest IR, of statements (`cut_products`, `path_products`), and what `tile` is made of."""
+"""Rewrites: of the loop-nest IR, of statements (`cut_products`, `split_static_tables`), and what `tile` is made of."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from insum_nn.compiler.lang.bind import Bound
@@ -34,6 +34,7 @@ from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.misses import Miss, labels_of, misses_of
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Factor, Statement, Subscript
+from insum_nn.facts import StaticTable
 
 __all__ = ["Axis", "Clear", "Cut", "Place", "cuts_of"]
 
@@ -85,23 +86,26 @@ class Cut:
         first: writes the intermediate tensor.
         second: reads it, and writes the output.
         intermediate: name of the intermediate tensor.
-        shape: for each of its axes, whose extent it has: that of an index of the whole statement, or of an axis.
-        fresh: indices that the whole statement lacks, with the axis that each runs over.
+        shape: for each of its axes, whose extent it has: that of an index of the whole statement, or of an axis, or
+            which extent.
+        fresh: indices that the whole statement lacks, with the axis that each runs over, or its extent.
         equal: axes addressed by one subscript, which share an index: the cut is right where they have one extent.
         clears: what the second statement reads with cleared cells.
         unwritten: its output is cleared likewise.
         drops: the first statement's writes may lie outside, as the reads that they replace.
+        tables: static tables that the whole statement lacks.
     """
 
     first: Statement
     second: Statement
     intermediate: str
-    shape: tuple[str | Axis, ...]
-    fresh: Mapping[str, Axis]
+    shape: tuple[str | Axis | int, ...]
+    fresh: Mapping[str, Axis | int]
     equal: tuple[tuple[Axis, ...], ...] = ()
     clears: tuple[Clear, ...] = ()
     unwritten: Clear | None = None
     drops: bool = False
+    tables: Mapping[str, StaticTable] = field(default_factory=dict[str, StaticTable])
 
     def __str__(self) -> str:
         return f"{self.first}; {self.second}"

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.codegen.c import NotInC
 from insum_nn.compiler.kernels.c_program import (
     Body,
     CProgram,
@@ -46,8 +45,7 @@ from insum_nn.compiler.lang.index_checks import writes_sums
 from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.runtime.backends import choose_backend
-from insum_nn.compiler.runtime.composite.statement_choice import multiplies_by_matrices
-from insum_nn.compiler.runtime.composite.statement_sequence import Sequences
+from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, c_program
 from insum_nn.compiler.runtime.execution import Executables, forgets_programs, generation
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.facts import UNKNOWN, IndexFacts
@@ -92,7 +90,8 @@ class Artifact:
         self.specs, self.places, self.outputs = tuple(specs), tuple(places), tuple(outputs)
         self.bodies: dict[object, Body | Run] = {}
         self._tables = [canonical_tables(spec.statement, spec.static) for spec in specs]
-        self._sequences = [Sequences(self._bound(n, pool, initial, {}), spec.options) for n, spec in enumerate(specs)]
+        bounds = [self._bound(n, pool, initial, {}) for n in range(len(specs))]
+        self._sequences = [Sequences(b, s.options, s.static) for b, s in zip(bounds, specs, strict=True)]
         self.run: Run = _not_here
         lines = _Lines(self, pool, initial).printed()
         if lines is not None:
@@ -152,33 +151,44 @@ class Artifact:
     ) -> CProgram | None:
         """The C function for a kind of call; `None`: some statement runs otherwise."""
         parts: list[Part] = []
+        firsts: dict[object, int] = {}
+        count = len(shapes)
         for number, (spec, places, output) in enumerate(zip(self.specs, self.places, self.outputs, strict=True)):
             facts = {n: _facts(masked[at]) for n, at in zip(spec.layout.tensors, places, strict=True) if at in masked}
+            facts |= {name: _facts(min(table.values, default=0) < 0) for name, table in spec.static}
             bound = self._bound(number, pool, initial, facts)
             sizes = Extents(extents[number], shapes[output])
             tensors = [pool[at] for at in places]
             if choose_backend(bound, spec.options, tables=bool(spec.static))[0] != "c":
                 return None
-            indices = dict(zip(spec.layout.indices, sizes.indices, strict=True))
-            if spec.static and multiplies_by_matrices(spec.statement, dict(spec.static), indices):
-                return None
-            if not spec.static and self._sequences[number].of(tensors, sizes) is not None:
-                return None
+            sequences = Sequences(bound, spec.options, spec.static) if spec.static else self._sequences[number]
+            sequence = sequences.of(tensors, sizes)
             if len(self.specs) == 1:
-                chosen = Executables(bound, spec.options, spec.static).of(tensors, sizes)
-                return chosen.run if isinstance(chosen.run, CProgram) else None
+                if sequence is not None:
+                    return sequence.program
+                run = Executables(bound, spec.options, spec.static).of(tensors, sizes).run
+                return run if isinstance(run, CProgram) else None
+            if sequence is not None:
+                found = sequence.in_c(number, places, output, count)
+                if found is None:
+                    return None
+                first, second = found
+                # What several statements make of their tensors first is made once.
+                made = firsts.setdefault((first.bound, first.tables, first.places), count)
+                if made == count:
+                    parts.append(first)
+                    count += 1
+                parts.append(replace(second, places=tuple([-1 - made if at < 0 else at for at in second.places])))
+                continue
             own = canonical(bound)
             static = compiled_extents(own, self._tables[number], sizes.indices)
-            parts.append(Part(replace(own, static=static), self._tables[number], places, output))
-        try:
-            program = CProgram(parts)
-        except NotInC:
-            return None
-        program.find()
-        return program
+            named = tuple([(number, at) for at in range(len(sizes.indices))])
+            parts.append(Part(replace(own, static=static), self._tables[number], places, output, named))
+        return c_program(generation(), tuple(parts), tuple([len(each) for each in extents]), len(pool))
 
     def _waiting(self, key: object, program: CProgram) -> Run:
         """What runs a kind of call once its function is compiled, and nothing before."""
+        # What runs a statement alone counts its calls.
         alone = len(self.specs) == 1
         options = self.specs[0].options
         wait = options.deterministic or options.backend == "c"
@@ -186,7 +196,6 @@ class Artifact:
         def run(
             pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
         ) -> tuple[Tensor, ...] | None:
-            # What runs a statement alone counts its calls.
             if not program.compiled and (alone or not program.called(wait=wait)):
                 return None
             self.bodies[key] = program.body

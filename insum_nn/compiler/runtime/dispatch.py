@@ -28,9 +28,6 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import call_key, check_static, kinds_of, stand_in
 from insum_nn.compiler.runtime.artifact import Call
 from insum_nn.compiler.runtime.composite.intermediates import Common
-from insum_nn.compiler.runtime.composite.pair_program import PairProgram, find_pairs
-from insum_nn.compiler.runtime.composite.path_program import PathProgram, find_paths
-from insum_nn.compiler.runtime.composite.statement_choice import multiplies_by_matrices
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, Executables, clearings, generation
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
@@ -241,26 +238,10 @@ def _facts(values: dict[str, Any]) -> IndexFacts:
 
 def prepare(
     spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents
-) -> tuple[Bound, Executable | PairProgram | PathProgram | StatementSequence]:
+) -> tuple[Bound, Executable | StatementSequence]:
     """Check a call and find its program, or those of the statements that it is cut into."""
     programs = _checked_programs(spec, tensors, initial, extents)
-    bound = programs.bound
-    if spec.static:
-        # Static tables are unrolled into one kernel, which shares what its terms have in common by itself.
-        if programs.executables.backend == "c" and not _by_matrices(spec, extents):
-            chosen = programs.executables.of(tensors, extents)
-            if chosen.backend == "c":
-                return bound, chosen
-        other = find_paths(bound, tensors, extents, spec.options, spec.static)
-        other = other or find_pairs(bound, tensors, extents, spec.options, spec.static)
-    else:
-        other = programs.sequences.of(tensors, extents)
-    return bound, other or programs.executables.of(tensors, extents)
-
-
-def _by_matrices(spec: Spec, extents: Extents) -> bool:
-    sizes = dict(zip(spec.layout.indices, extents.indices, strict=True))
-    return multiplies_by_matrices(spec.statement, dict(spec.static), sizes)
+    return programs.bound, programs.sequences.of(tensors, extents) or programs.executables.of(tensors, extents)
 
 
 def intermediates_of(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Hashable, ...]:
@@ -319,7 +300,8 @@ def _programs(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, f
         bound = bind(
             spec.statement, named, initial, facts=facts, drop_outside=spec.drop_outside, epilogue=spec.epilogue
         )
-        found = _Programs(bound, Executables(bound, spec.options, spec.static), Sequences(bound, spec.options))
+        sequences = Sequences(bound, spec.options, spec.static)
+        found = _Programs(bound, Executables(bound, spec.options, spec.static), sequences)
         insert(spec.programs, key, found, _READY_LIMIT)
         _print_call(spec, list(named.values()), found, facts)
     return found

@@ -294,7 +294,9 @@ class Executables:
             begin, bound = time.perf_counter(), replace(self.own, static=static)
 
             def build() -> Executable:
-                program = CProgram([Part(bound, self.tables, tuple(range(len(bound.layout.tensors))))])
+                soon = self.options.backend == "c" or self.options.deterministic
+                places = tuple(range(len(bound.layout.tensors)))
+                program = CProgram([Part(bound, self.tables, places)], soon=soon)
                 program.find()
                 seconds = time.perf_counter() - begin
                 return Executable(bound, extents, self.options, "c", self.reason, program, seconds)

@@ -293,6 +293,7 @@ def test_autocast(dtype: torch.dtype, device: torch.device):
     assert {g.dtype for g in torch.autograd.grad(z.float().sum(), inputs)} == {torch.float32}
 
 
+@pytest.mark.c
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["nequip", "mixed multiplicities", "mixing"])
 def test_nothing_as_large_as_the_messages(name: str, shared: bool):

@@ -28,6 +28,10 @@ __all__ = ["Placement", "extent_of", "place_lanes", "steps_of"]
 _REGISTERS = 12
 # Vectors of one row at a time.
 _VECTORS = 4
+# Cells of different places that share a walk over terms, if all need more registers.
+_CELLS = 6
+# Stores at most that are divided so.
+_ALIKE = 192
 # Terms that are added at a time to cells in memory, and the cells that the nearest cache holds beside them.
 _STREAMED, _NEAR = 4, 8192
 
@@ -43,6 +47,7 @@ class Placement:
         inner: loops over cells inside of that one.
         sums: loops over terms, outermost first.
         lanes: the loop along vectors; it is over cells, or over terms and then the innermost.
+        batches: stores whose sums are made in the same walk over the terms.
     """
 
     schedule: Schedule
@@ -51,6 +56,7 @@ class Placement:
     inner: tuple[Loop, ...]
     sums: tuple[Loop, ...]
     lanes: Loop | None
+    batches: tuple[tuple[Store, ...], ...]
 
     @property
     def streams(self) -> bool:
@@ -83,7 +89,8 @@ def place_lanes(
     loops, stores = loops_of(kernel), stores_of(kernel)
     bounds = indices_in(*(bound for loop in loops for bound in (loop.begin, loop.end)))
     lanes = _lanes(loops, stores, bounds, width, apart) if vectors else None
-    targets = len({store.subscripts for store in stores})
+    batches = _batches(loops, stores, lanes)
+    targets = max(len({store.subscripts for store in batch}) for batch in batches)
     # Several cells of a term share the registers.
     most = max(1, min(_VECTORS, _REGISTERS // targets))
     each = width * min(most, -(-(extent_of(lanes) or width * most) // width)) if lanes else 1
@@ -92,6 +99,9 @@ def place_lanes(
         rows, count = stream, _STREAMED
     else:
         rows, count = _rows(loops, stores, lanes, bounds, each // width if lanes else 1, targets)
+        if len(batches) > 1:
+            count = min(count, max(1, _REGISTERS // (targets * max(1, each // width))))
+            rows = rows if count > 1 else None
     written = indices_in(*(s for store in stores for s in store.subscripts if not isinstance(s, Index)))
     outer = [loop for loop in loops if loop.role == "free" and loop not in (lanes, rows, *inner)]
     # Loops that write apart can be divided among threads; a walk over entries is the longest.
@@ -102,7 +112,31 @@ def place_lanes(
     sums.sort(key=lambda loop: (loop.index is not ENTRY, -sum(loop.index in indices_in(read) for read in index_reads)))
     along_cells = lanes is not None and lanes.role == "free"
     schedule = Schedule(m=count, n=each if along_cells else 1, k=each if lanes and not along_cells else 1)
-    return Placement(schedule, tuple(outer), rows, tuple(inner), tuple(sums), lanes)
+    return Placement(schedule, tuple(outer), rows, tuple(inner), tuple(sums), lanes, batches)
+
+
+def _batches(loops: Sequence[Loop], stores: Sequence[Store], lanes: Loop | None) -> tuple[tuple[Store, ...], ...]:
+    """The stores whose cells are summed together: all, or those that share vectors where all need too many registers.
+
+    A walk over entries is long, and asks whether each is there: it is not repeated.
+    """
+    sums = {loop.index for loop in loops if loop.role == "sum"}
+    if lanes is None or lanes.role == "sum" or not sums or ENTRY in sums or len(stores) > _ALIKE:
+        return (tuple(stores),)
+    by_cell: dict[tuple[Expr, ...], list[Store]] = {}
+    for store in stores:
+        by_cell.setdefault(store.subscripts, []).append(store)
+    if len(by_cell) <= _CELLS:
+        return (tuple(stores),)
+    alike: dict[frozenset[Expr], list[list[Store]]] = {}
+    for each in by_cell.values():
+        factors = [f for store in each for f in factors_of_value(store.value)]
+        alike.setdefault(frozenset(f for f in factors if lanes.index in indices_in(f)), []).append(each)
+    found: list[tuple[Store, ...]] = []
+    for cells in alike.values():
+        for at in range(0, len(cells), _CELLS):
+            found.append(tuple(store for each in cells[at : at + _CELLS] for store in each))
+    return tuple(found)
 
 
 def _lanes(
@@ -115,6 +149,9 @@ def _lanes(
     """The loop whose neighbours are read and written next to each other at the least cost."""
     values = [*dict.fromkeys(f for store in stores for f in factors_of_value(store.value))]
     selects = any(store.combine != "add" for store in stores)
+    # What is written after a sum weighs less than what each of its terms reads.
+    cells = [*{store.subscripts: store for store in stores}.values()]
+    sums = [loop for loop in loops if loop.role == "sum"]
 
     def cost(loop: Loop) -> float | None:
         index = loop.index
@@ -131,14 +168,14 @@ def _lanes(
                 continue
             if None in steps_of(value, index):
                 return None
-            total += (0.25, 1, 4)[apart(value, index)]
-        for store in stores if loop.role == "free" else ():
+            total += (0.25, 1, 6)[apart(value, index)]
+        for store in cells if loop.role == "free" else ():
             if None in steps_of(store, index):
                 return None
             # A cell that all lanes write would be added to lane by lane.
             if not any(steps_of(store, index)):
                 return None
-            total += (0.25, 1, 6)[apart(store, index)]
+            total += (0.25, 1, 6)[apart(store, index)] * (1.0 if not sums else 0.25)
         total += 0.3 * len(conditions) / len(stores)
         extent = extent_of(loop)
         # Lanes far apart are read one by one: of a loop as long as a batch only if nothing else is there.

@@ -7,15 +7,12 @@ cores of a CPU, and hold for what runs a statement there, so they stand with the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.kernels.launch import available as generates_kernels
-from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.passes.path_products import samples_of
 from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.schedule.product_cost import dense_from
 
@@ -27,7 +24,6 @@ __all__ = [
     "by_table",
     "fits_between",
     "many_by_columns",
-    "multiplies_by_matrices",
     "pairs_are_faster",
     "paths_are_products",
     "pays_between",
@@ -94,27 +90,6 @@ def paths_are_products(device: torch.device) -> bool:
     A generated kernel writes out a table's entries as terms; a CPU's library multiplies the small matrices they make.
     """
     return device.type == "cpu"
-
-
-# Numbers of a matrix of weights from which a CPU's library multiplies by it faster than a C function. On one core, a
-# FullyConnectedTensorProduct took, ms by C and the library: 8 x 8 0.20, 0.38; 16 x 16 0.82, 0.56; 64 x 64 11, 1.5.
-_MATRIX = 256
-
-
-def multiplies_by_matrices(statement: Statement, tables: Collection[str], sizes: Mapping[str, int]) -> bool:
-    """Whether a statement over static tables has large matrices of weights, as `X[z,I[p,u]] * W[L[p],u,w]` has.
-
-    Args:
-        statement: the statement.
-        tables: names of its static tensors.
-        sizes: extents of its indices.
-    """
-    samples = samples_of(statement, tables)
-    for access in (statement.output, *statement.reads):
-        plain = [each.plain for each in access.subscripts if each.plain is not None]
-        if access.name not in tables and samples not in plain and len(plain) > 1:
-            return math.prod(sizes[name] for name in plain) >= _MATRIX
-    return False
 
 
 # Terms of a static table in one statement at most, since a generated kernel unrolls them; and entries of such a table.

@@ -12,25 +12,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.codegen.c import NotInC
+from insum_nn.compiler.kernels.c_program import NOWHERE, CProgram, compiled_extents, limits_of_extents
+from insum_nn.compiler.kernels.c_program import Part as CPart
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
 from insum_nn.compiler.lang.misses import labels_of
-from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
+from insum_nn.compiler.passes.split_static_tables import split_static_tables
 from insum_nn.compiler.runtime.backends import choose_backend
 from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.composite.read_cells import SizedClear, UnreadCells
-from insum_nn.compiler.runtime.execution import Executable, executable, generation
+from insum_nn.compiler.runtime.execution import Executable, Static, executable, generation
+from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of, multiplies_blocks
-from insum_nn.facts import UNKNOWN
+from insum_nn.dtypes import is_widened
+from insum_nn.facts import UNKNOWN, IndexFacts
 from insum_nn.locks import cached_property
 
-__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree"]
+__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "c_program"]
 
 Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 Shape = tuple[int, ...]
@@ -44,6 +50,8 @@ _ROOM, _LEAST_ROOM = 4.0, 2.0**26
 _BEAM, _DEPTH = 3, 2
 # Decisions kept for a statement.
 _LIMIT = 1024
+# What is known of the tables that a cut makes.
+_ENTRIES = IndexFacts(masked=False, proven=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,7 @@ class Part:
         bound: the statement.
         sizes: its sizes.
         writes: the tensor that it makes; "" for the last one.
+        static: its static tables.
         clears: tensors that it reads with some cells cleared.
         unwritten: cells of its output that are cleared.
     """
@@ -70,6 +79,7 @@ class Part:
     bound: Bound
     sizes: Sizes
     writes: str
+    static: Static = ()
     clears: tuple[SizedClear, ...] = ()
     unwritten: tuple[SizedClear, ...] = ()
 
@@ -85,20 +95,23 @@ class Sequences:
     Args:
         bound: the statement.
         options: compile options.
+        static: its static tables.
     """
 
-    def __init__(self, bound: Bound, options: Options) -> None:
-        self.bound, self.options = bound, options
+    def __init__(self, bound: Bound, options: Options, static: Static = ()) -> None:
+        self.bound, self.options, self.static = bound, options, static
         # Decisions, for all sizes within a factor of the root of two.
         self._trees: dict[tuple[int, ...], Tree] = {}
 
     @cached_property
     def cuttable(self) -> bool:
-        """Whether it may be cut at some sizes."""
-        return self.bound.dtype.is_floating_point and bool(cuts_of(self.bound))
+        """Whether it may be cut at some sizes; static tables decide that alone."""
+        return not self.static and self.bound.dtype.is_floating_point and bool(cuts_of(self.bound))
 
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> StatementSequence | None:
         """Return the statements that it is cut into at these sizes; `None`: it stays whole."""
+        if self.static and 0 not in (*extents.indices, *extents.output):
+            return self._sequence(self._by_tables(extents), self._search(_shapes(self.bound, tensors), extents, {}))
         if not self.cuttable:
             return None
         sizes = [*extents.indices, *extents.output]
@@ -112,7 +125,7 @@ class Sequences:
         if tree is _WHOLE:
             return None
         named = dict(zip(self.bound.layout.tensors, tensors, strict=True))
-        search = self._search({name: tuple(tensor.shape) for name, tensor in named.items()}, extents, named)
+        search = self._search(_shapes(self.bound, tensors), extents, named)
         if tree is None or not search.holds(tree):
             tree = search.decide()
             if tree is None:
@@ -120,11 +133,27 @@ class Sequences:
             if len(self._trees) >= _LIMIT:
                 self._trees.clear()
             self._trees[bucket] = tree
+        return self._sequence(tree, search)
+
+    def _by_tables(self, extents: Extents) -> Tree:
+        """What static tables decide: a kernel for a GPU shares what their entries have in common by itself."""
+        options = self.options
+        if self.bound.device_type != "cpu" or options.order != "cost" or options.backend not in ("auto", "c", "eager"):
+            return _WHOLE
+        # They would be rounded in between.
+        if is_widened(self.bound.dtype):
+            return _WHOLE
+        sizes = dict(zip(self.bound.layout.indices, extents.indices, strict=True))
+        cut = split_static_tables(self.bound, self.static, sizes)
+        return _WHOLE if cut is None else Tree(cut, _WHOLE, _WHOLE)
+
+    def _sequence(self, tree: Tree, search: _Search) -> StatementSequence | None:
         if tree is _WHOLE:
             return None
-        parts = tuple(_parts(Part(self.bound, search.sizes, ""), tree))
+        parts = tuple(_parts(Part(self.bound, search.sizes, "", self.static), tree))
         cost = search.price(self.bound, search.sizes)
-        return StatementSequence(self.bound, parts, self.options, cost, search.total(parts))
+        cut = tree.cut if self.static else None
+        return StatementSequence(self.bound, parts, self.options, cost, search.total(parts), cut, self.static)
 
     def symbolic(
         self, named: Mapping[str, Tensor], extents: Extents, shapes: Mapping[str, Shape], hints: Extents
@@ -137,16 +166,20 @@ class Sequences:
             shapes: numbers for the shapes of its tensors, by which to choose.
             hints: numbers for its extents.
         """
-        if not self.cuttable or 0 in hints.output or any(0 in shape for shape in shapes.values()):
+        if not (self.static or self.cuttable) or 0 in hints.output or any(0 in shape for shape in shapes.values()):
             return None
-        tree = self._search(shapes, hints, named).decide()
+        tree = self._by_tables(hints) if self.static else self._search(shapes, hints, named).decide()
         if tree is None or tree is _WHOLE:
             return None
         own = {name: tuple(tensor.shape) for name, tensor in named.items()}
-        return tuple(_parts(Part(self.bound, _sizes(self.bound, own, extents), ""), tree))
+        return tuple(_parts(Part(self.bound, _sizes(self.bound, own, extents), "", self.static), tree))
 
     def _search(self, shapes: Mapping[str, Shape], extents: Extents, named: Mapping[str, Tensor]) -> _Search:
         return _Search(self.bound, _sizes(self.bound, shapes, extents), self.options, named)
+
+
+def _shapes(bound: Bound, tensors: Sequence[Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in zip(bound.layout.tensors, tensors, strict=True)}
 
 
 def _sizes(bound: Bound, shapes: Mapping[str, Shape], extents: Extents) -> Sizes:
@@ -157,7 +190,9 @@ def _sizes(bound: Bound, shapes: Mapping[str, Shape], extents: Extents) -> Sizes
 # Sizes of parts.
 
 
-def _extent(of: str | Axis, sizes: Sizes, output: str) -> int:
+def _extent(of: str | Axis | int, sizes: Sizes, output: str) -> int:
+    if isinstance(of, int):
+        return of
     if isinstance(of, str):
         return sizes.indices[of]
     name, axis = of
@@ -170,7 +205,7 @@ def _fits(cut: Cut, bound: Bound, sizes: Sizes) -> bool:
     return all(len({_extent(axis, sizes, output) for axis in axes}) == 1 for axes in cut.equal)
 
 
-def _both(cut: Cut, bound: Bound, sizes: Sizes) -> tuple[Part, Part]:
+def _both(cut: Cut, bound: Bound, sizes: Sizes, static: Static = ()) -> tuple[Part, Part]:
     """The two parts of a statement that is cut; the second writes what the whole writes."""
     output = bound.statement.output.name
     indices = {**sizes.indices, **{name: _extent(axis, sizes, output) for name, axis in cut.fresh.items()}}
@@ -178,26 +213,39 @@ def _both(cut: Cut, bound: Bound, sizes: Sizes) -> tuple[Part, Part]:
     shapes = {
         **sizes.shapes,
         **{clear.name: sizes.shapes[clear.place.access.name] for clear in cut.clears},
+        **{name: table.shape for name, table in cut.tables.items()},
         cut.intermediate: made,
     }
     inner = replace(sizes, indices=indices, shapes=shapes)
-    first, second = _bound(bound, cut.first, last=False, drops=cut.drops), _bound(bound, cut.second, last=True)
+    first, second = _bound(bound, cut, last=False), _bound(bound, cut, last=True)
     clears = tuple(SizedClear(clear, sizes, output) for clear in cut.clears)
     unwritten = () if cut.unwritten is None else (SizedClear(cut.unwritten, sizes, output),)
-    return Part(first, replace(inner, output=made), cut.intermediate), Part(second, inner, "", clears, unwritten)
+    tables = {**dict(static), **cut.tables}
+    one, other = (
+        tuple((name, tables[name]) for name in part.layout.tensors if name in tables) for part in (first, second)
+    )
+    return (
+        Part(first, replace(inner, output=made), cut.intermediate, one),
+        Part(second, inner, "", other, clears, unwritten),
+    )
 
 
-def _bound(bound: Bound, statement: Statement, *, last: bool, drops: bool = False) -> Bound:
+def _bound(bound: Bound, cut: Cut, *, last: bool) -> Bound:
     """What is known of a part, from what is known of the whole."""
+    statement = cut.second if last else cut.first
     layout, whole = layout_of(statement), bound.layout
-    place = {name: at for at, name in enumerate(whole.tensors)}
+    known = dict(zip(whole.tensors, zip(bound.index_dtypes, bound.facts, strict=True), strict=True))
+    known |= {
+        n: (torch.int64, _ENTRIES) for n, t in cut.tables.items() if not any(isinstance(v, float) for v in t.values)
+    }
+    dtypes, facts = zip(*[known.get(name, (bound.dtype, UNKNOWN)) for name in layout.tensors], strict=True)
     return replace(
         bound,
         statement=statement,
-        index_dtypes=tuple(bound.index_dtypes[place[n]] if n in place else bound.dtype for n in layout.tensors),
+        index_dtypes=dtypes,
         has_initial=last and bound.has_initial,
-        facts=tuple(bound.facts[place[n]] if n in place else UNKNOWN for n in layout.tensors),
-        drop_outside=bound.drop_outside or drops,
+        facts=facts,
+        drop_outside=bound.drop_outside or (cut.drops and not last),
         epilogue=bound.epilogue if last else PLAIN,
     )
 
@@ -209,7 +257,7 @@ def _parts(part: Part, tree: Tree) -> Iterator[Part]:
         return
     assert tree.first is not None
     assert tree.second is not None
-    first, second = _both(tree.cut, part.bound, part.sizes)
+    first, second = _both(tree.cut, part.bound, part.sizes, part.static)
     # What the whole reads with cleared cells is made before its first part.
     yield from _parts(replace(first, clears=part.clears), tree.first)
     unwritten = (*second.unwritten, *part.unwritten)
@@ -325,6 +373,17 @@ def _cuts(tree: Tree, bound: Bound, sizes: Sizes) -> Iterator[tuple[Cut, Bound, 
 # Running.
 
 
+@lru_cache(maxsize=512)
+def c_program(_generation: int, parts: tuple[CPart, ...], indices: tuple[int, ...], tensors: int) -> CProgram | None:
+    """One C function of parts, printed once; `None`: one is not of the printer's kind."""
+    try:
+        program = CProgram(parts, indices, tensors, soon=False)
+    except NotInC:
+        return None
+    program.find()
+    return program
+
+
 class StatementSequence:
     """A statement that runs as several, one after the other.
 
@@ -334,15 +393,32 @@ class StatementSequence:
         options: compile options.
         whole: what the whole would cost.
         cost: what the parts cost.
+        cut: the cut, where static tables alone decided it.
+        static: these tables.
     """
 
-    def __init__(self, bound: Bound, parts: tuple[Part, ...], options: Options, whole: Cost, cost: Cost) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        parts: tuple[Part, ...],
+        options: Options,
+        whole: Cost,
+        cost: Cost,
+        cut: Cut | None = None,
+        static: Static = (),
+    ) -> None:
         self.bound = bound
         self.parts = parts
         self.options = options
         self.whole = whole
         self.cost = cost
+        self.cut, self.static = cut, static
         self.reason = f"the statement runs as {len(parts)}"
+        self.tables = {} if cut is None else {name: table.tensor(bound.dtype) for name, table in cut.tables.items()}
+        parts_in_c = self.in_c(0, range(len(bound.layout.tensors)), 0, 1)
+        # One C function of all parts; library calls serve until it is compiled.
+        counts = (len(bound.layout.indices),), len(bound.layout.tensors)
+        self.program = None if parts_in_c is None else c_program(generation(), parts_in_c, *counts)
 
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
@@ -350,11 +426,30 @@ class StatementSequence:
 
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Return what runs the statement on tensors of these shapes."""
+        program = self.program
+        if program is None:
+            return self._staged(tensors, initial)
+        indices, output = (extents.indices,), (extents.output,)
+        wait = self.options.deterministic or self.options.backend == "c"
+        slow: Run | None = None
+
+        def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+            nonlocal slow
+            if program.compiled or program.called(wait=wait):
+                return program.body(tensors, indices, output, initial)[0]
+            slow = slow or self._staged(tensors, initial)
+            return slow(tensors, initial)
+
+        return call
+
+    def _staged(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Run:
+        """Return what runs the parts one after the other."""
         stages = [stage.ready for stage in self.stages(tensors, initial)]
         last, firsts = stages.pop(), tuple(zip(stages, self.made, strict=False))
+        tables = [*self.tables.values()]
 
         def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            pool = list(tensors)
+            pool = [*tensors, *tables]
             collected, shared = intermediates.collected, intermediates.shared
             for stage, key in firsts:
                 found = None if shared is None or key is None else shared.get(key)
@@ -369,6 +464,44 @@ class StatementSequence:
             return last(pool, initial)
 
         return run
+
+    def in_c(self, number: int, places: Sequence[int], output: int, made: int) -> tuple[CPart, ...] | None:
+        """The parts for a C function; `None`: it may have none, or is cut where sizes decide.
+
+        Args:
+            number: of the statement among those of the function.
+            places: of its tensors among those of a call.
+            output: the number of what it writes.
+            made: the number of the intermediate tensor.
+        """
+        cut, options = self.cut, self.options
+        if cut is None or any(choose_backend(p.bound, options, tables=bool(p.static))[0] != "c" for p in self.parts):
+            return None
+        place = dict(zip(self.bound.layout.tensors, places, strict=True)) | {cut.intermediate: -1 - made}
+        position = {name: (number, at) for at, name in enumerate(self.bound.layout.indices)}
+        limits = limits_of_extents(self.bound, frozenset(name for name, _ in self.static))
+        fixed = {name for name, most in limits if most > 0}
+        found: list[CPart] = []
+        for part in self.parts:
+            own, tables = canonical(part.bound), canonical_tables(part.bound.statement, part.static)
+            names = part.bound.layout.indices
+            extents = tuple(part.sizes.indices[n] if n in cut.fresh else position[n] for n in names)
+            inner = dict(zip(own.layout.indices, names, strict=True))
+            static = compiled_extents(own, tables, part.extents.indices)
+            static = tuple(each for each in static if inner[each[0]] in fixed or inner[each[0]] in cut.fresh)
+            where = tuple(place.get(name, NOWHERE) for name in part.bound.layout.tensors)
+            shape = None
+            if part.writes:
+                axes = zip(cut.shape, part.sizes.output, strict=True)
+                shape = tuple([position[of] if isinstance(of, str) else extent for of, extent in axes])
+            # What tells functions apart: nothing else is asked of entries.
+            facts = tuple(IndexFacts(masked=each.masked, proven=True) for each in own.facts)
+            found.append(
+                CPart(
+                    replace(own, static=static, facts=facts), tables, where, made if shape else output, extents, shape
+                )
+            )
+        return tuple(found)
 
     @cached_property
     def made(self) -> tuple[Hashable | None, ...]:
@@ -386,7 +519,8 @@ class StatementSequence:
     def stages(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Iterator[Stage]:
         """The parts with their programs, prepared for tensors of the right shapes."""
         indexed = {name: at for at, name in enumerate(self.bound.layout.tensors)}
-        place, pool = dict(indexed), list(tensors)
+        place, pool = dict(indexed), [*tensors, *self.tables.values()]
+        place |= {name: at for at, name in enumerate(self.tables, len(tensors))}
         for part in self.parts:
             cleared: list[tuple[int, UnreadCells]] = []
             for each in part.clears:
@@ -443,6 +577,8 @@ class Stage:
         operands = [pool[at] for at in where]
         bound = replace(part.bound, has_initial=False) if unwritten else part.bound
         initial = None if unwritten else initial
+        # What one C function is compiled for runs as library calls until then.
+        options = replace(options, backend="eager") if part.static else options
         program = executable(bound, operands, initial, part.extents, options)
         prepared = program.prepare(operands, part.extents, initial)
 

@@ -23,11 +23,10 @@ from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import choose_backend, require_triton
-from insum_nn.compiler.runtime.composite.pair_program import find_pairs
-from insum_nn.compiler.runtime.composite.statement_sequence import Part, Sequences
+from insum_nn.compiler.runtime.composite.statement_sequence import Sequences
 from insum_nn.compiler.runtime.dispatch import Spec, broadcast
 from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
-from insum_nn.compiler.runtime.modes import is_functional, may_be_empty, records_graph
+from insum_nn.compiler.runtime.modes import graph_constant, is_functional, may_be_empty, records_graph
 from insum_nn.compiler.runtime.tracing.inline_kernel import inline_kernel
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
@@ -76,26 +75,23 @@ def inline(
     # Of what the caller says of the others the graph checks one thing.
     facts |= {name: IndexFacts(masked=declared[name].masked) for name in checked if name in declared}
     bound = bind(statement, named, initial, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
-    if spec.static:
-        pairs = find_pairs(bound, tensors, extents, spec.options, spec.static)
-        if pairs is not None:
-            return pairs.traced(tensors, initial)
-        parts: Sequence[Part] | None = None
-    else:
-        hints = Extents(tuple(map(_hint, extents.indices)), tuple(map(_hint, extents.output)))
-        shapes = {name: tuple(map(_hint, tensor.shape)) for name, tensor in named.items()}
-        parts = Sequences(bound, spec.options).symbolic(named, extents, shapes, hints)
+    hints = Extents(tuple(map(_hint, extents.indices)), tuple(map(_hint, extents.output)))
+    shapes = {name: tuple(map(_hint, tensor.shape)) for name, tensor in named.items()}
+    parts = Sequences(bound, spec.options, spec.static).symbolic(named, extents, shapes, hints)
     if parts is None:
         return _run(bound, tensors, initial, extents, spec.options, spec.static, row_begins)
     pool = dict(named)
     for part in parts:
+        for name, table in part.static:
+            if name not in pool:
+                pool[name] = graph_constant(table.tensor(bound.dtype))
         for each in part.clears:
             source = pool[each.clear.place.access.name]
             pool[each.clear.name] = source.masked_fill(each.unread(pool, source.device), 0)
         last = part is parts[-1]
         begins = initial if last and not part.unwritten else None
         own = replace(part.bound, has_initial=begins is not None)
-        result = _run(own, [pool[name] for name in own.layout.tensors], begins, part.extents, spec.options)
+        result = _run(own, [pool[name] for name in own.layout.tensors], begins, part.extents, spec.options, part.static)
         for each in part.unwritten:
             result = result.masked_fill(each.unread(pool, result.device), 0)
         if last:
