@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 import triton.language.standard as standard
 from torch import Tensor
+from triton.runtime import interpreter as interpreter_module
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 from triton.runtime.jit import JITFunction
 
@@ -112,6 +113,14 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
         return dot(self, left, right, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", wide_dot)
+    patch_tensor: Any = interpreter_module._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, *rest: Any) -> None:
+        patch_tensor(tensor, *rest)
+        # Triton 3.6 calls `int` of an array with an axis, which NumPy refuses from 2.4 on.
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    monkeypatch.setattr(interpreter_module, "_patch_lang_tensor", patch_with_index)
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     insum_nn.clear_cache()
     yield ranges
