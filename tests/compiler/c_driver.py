@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.codegen.c import CKernel, c_kernel, translation_unit
+from insum_nn.compiler.codegen.c import CKernel, c_kernel
+from insum_nn.compiler.codegen.c_prelude import PIECES
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
 from insum_nn.compiler.ir.interpret import interpret_kernel
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
@@ -56,6 +57,23 @@ def sorted_entries(entries: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     order = order[flat[order] >= 0]
     begin = np.searchsorted(flat[order], np.arange(rows + 1))
     return torch.from_numpy(begin.astype(np.int32)), torch.from_numpy(order.astype(np.int32))
+
+
+def translation_unit(kernels: Sequence[CKernel], entry: str) -> str:
+    """Return the text of kernels and of one function that calls them in order.
+
+    `entry` takes the pointers of all kernels, each once, in the order in which they are met, then their numbers,
+    likewise, and the number of threads, as `long`. It returns 0, or 1 if a kernel got no memory. Arguments go by place,
+    so a caller may first give pointers and numbers of its kernels other names (`dataclasses.replace`), as those of a
+    graph's tensors.
+    """
+    pieces = dict.fromkeys(piece for kernel in kernels for piece in kernel.prelude.split(PIECES))
+    pointers = dict.fromkeys(pointer for kernel in kernels for pointer in kernel.pointers)
+    numbers = dict.fromkeys(number for kernel in kernels for number in kernel.numbers)
+    arguments = ", ".join([*(f"void *{p}" for p in pointers), *(f"long {n}" for n in numbers), "long threads"])
+    calls = [f"{k.name}({', '.join((*k.pointers, *k.numbers, 'threads'))})" for k in kernels]
+    body = f"int {entry}({arguments}) {{\n  return {' || '.join(calls) or '0'};\n}}\n"
+    return PIECES.join([*pieces, *(kernel.text for kernel in kernels), body])
 
 
 @dataclass

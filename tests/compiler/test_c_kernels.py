@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.codegen.c import NotInC, c_kernel, translation_unit
+from insum_nn.compiler.codegen.c import NotInC, c_kernel
 from insum_nn.compiler.codegen.c_prelude import Helpers
 from insum_nn.compiler.ir.interpret import interpret_kernel
 from insum_nn.compiler.ir.verify import verify_kernel
@@ -36,6 +36,7 @@ from tests.compiler.c_driver import (
     extent,
     random_cases,
     sorted_entries,
+    translation_unit,
 )
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")

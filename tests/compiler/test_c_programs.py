@@ -72,6 +72,31 @@ def test_all_gradients_of_a_call_are_one_function(monkeypatch: pytest.MonkeyPatc
     assert made == [1, 2]
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_statement_is_printed_once(ordered: bool, monkeypatch: pytest.MonkeyPatch):
+    """What looks at a first call, and what runs the others, know the same of its entries."""
+    made: list[c_program.CProgram] = []
+    printed = c_program.CProgram._print
+
+    def counted(self: c_program.CProgram) -> None:
+        made.append(self)
+        printed(self)
+
+    monkeypatch.setattr(c_program.CProgram, "_print", counted)
+    insum_nn.clear_cache()
+    given = entries()
+    if ordered:
+        given["Row"] = given["Row"].clamp(min=0).sort().values
+    program = insum_nn.compile(SPMM)
+    for _ in range(3):
+        torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
+    assert len({id(each) for each in made}) == 1
+    (call,) = program.spec.calls.values()
+    assert call.call is not None
+    ordered_tensors = [given[name] for name in program.spec.layout.tensors]
+    assert call.call(ordered_tensors, None, (20, None)) is not None
+
+
 def test_new_sizes_and_entries_compile_nothing():
     program = insum_nn.compile(SPMM)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from insum_nn.compiler.codegen.c_prelude import PIECES, literal, number_of
+from insum_nn.compiler.codegen.c_prelude import literal, number_of
 from insum_nn.compiler.codegen.c_values import NotInC, Pieces, Range, Slot, Values, is_index
 from insum_nn.compiler.ir.build import INITIAL
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Kernel, Load, Loop, Size, Store, conjuncts, walk
@@ -24,7 +24,7 @@ from insum_nn.compiler.passes.cpu.place_lanes import extent_of, steps_of
 from insum_nn.compiler.passes.cpu.transpose_operands import Transposed, transpose_operands
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["CKernel", "NotInC", "c_kernel", "translation_unit"]
+__all__ = ["CKernel", "NotInC", "c_kernel"]
 
 # Bytes of a vector: one register of most processors; a result is the same on all of them.
 _VECTOR = 32
@@ -79,23 +79,6 @@ def c_kernel(
     lowered = lower(kernel)
     verify_kernel(lowered.kernel, placed=False)
     return replace(_Printer(lowered, name, vector_bytes).print(), copies=copies)
-
-
-def translation_unit(kernels: Sequence[CKernel], entry: str) -> str:
-    """Return the text of kernels and of one function that calls them in order.
-
-    `entry` takes the pointers of all kernels, each once, in the order in which they are met, then their numbers,
-    likewise, and the number of threads, as `long`. It returns 0, or 1 if a kernel got no memory. Arguments go by place,
-    so a caller may first give pointers and numbers of its kernels other names (`dataclasses.replace`), as those of a
-    graph's tensors.
-    """
-    pieces = dict.fromkeys(piece for kernel in kernels for piece in kernel.prelude.split(PIECES))
-    pointers = dict.fromkeys(pointer for kernel in kernels for pointer in kernel.pointers)
-    numbers = dict.fromkeys(number for kernel in kernels for number in kernel.numbers)
-    arguments = ", ".join([*(f"void *{p}" for p in pointers), *(f"long {n}" for n in numbers), "long threads"])
-    calls = [f"{k.name}({', '.join((*k.pointers, *k.numbers, 'threads'))})" for k in kernels]
-    body = f"int {entry}({arguments}) {{\n  return {' || '.join(calls) or '0'};\n}}\n"
-    return PIECES.join([*pieces, *(kernel.text for kernel in kernels), body])
 
 
 class _Printer(Values):

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from insum_nn.compiler.kernels.ahead import processors
 from insum_nn.compiler.schedule.cache_folder import located, write
@@ -159,22 +159,16 @@ class CFunction:
         self._compiled.set()
 
 
-class _Task(Protocol):
-    """What a worker compiles."""
-
-    def compile(self) -> None: ...
-
-
 class _Workers:
     """Threads that wait for the compiler's processes; a child of a fork begins with none."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Task] = SimpleQueue()
+        self._queue: SimpleQueue[Any] = SimpleQueue()
         self._threads = 0
         self._lock = new_lock()
 
-    def submit(self, function: _Task) -> None:
-        self._queue.put(function)
+    def submit(self, task: Any) -> None:
+        self._queue.put(task)
         with self._lock:
             if self._threads < min(_SEVERAL, processors()):
                 self._threads += 1
@@ -188,8 +182,8 @@ class _Workers:
 _workers = _Workers()
 
 
-def submit(task: _Task) -> None:
-    """Have a worker compile something."""
+def submit(task: Any) -> None:
+    """Have a worker call the `compile` of something."""
     _workers.submit(task)
 
 

@@ -38,9 +38,20 @@ from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.schedule.canonical import Tables
+from insum_nn.facts import UNKNOWN, IndexFacts
 from insum_nn.locks import new_lock
 
-__all__ = ["NOWHERE", "Body", "CProgram", "Part", "Sizes", "algorithm_of", "compiled_extents", "limits_of_extents"]
+__all__ = [
+    "NOWHERE",
+    "Body",
+    "CProgram",
+    "Part",
+    "Sizes",
+    "algorithm_of",
+    "compiled_extents",
+    "known_in_c",
+    "limits_of_extents",
+]
 
 Sizes = tuple[int, ...]
 NOWHERE = 1 << 30
@@ -99,6 +110,13 @@ def _unrolled(bound: Bound, tables: Tables) -> Unrolling:
     if not found.tables and not found.places:
         raise NotInC(f"straight-line code of more than {_MOST_TERMS} terms")
     return found
+
+
+@lru_cache(maxsize=256)
+def known_in_c(masked: bool | None, facts: IndexFacts) -> IndexFacts:
+    """What a C function is made for, of what is known of an index tensor: not the order of its entries."""
+    own = facts if facts.proven else UNKNOWN
+    return IndexFacts(masked=masked, proven=masked is not None, unique=own.unique, unique_with=own.unique_with)
 
 
 def compiled_extents(bound: Bound, tables: Tables, extents: Sizes) -> tuple[tuple[str, int], ...]:
@@ -162,11 +180,9 @@ class CProgram:
         self.compiled = False
         self._calls = 0
         self._printing = new_lock()
-        if indices is None:
-            indices = [len(part.bound.layout.indices) for part in parts]
-        if tensors is None:
-            tensors = 1 + max((place for part in parts for place in part.places), default=-1)
-        self._indices, self._tensors = indices, tensors
+        self._indices = [len(part.bound.layout.indices) for part in parts] if indices is None else indices
+        last = max((place for part in parts for place in part.places), default=-1)
+        self._tensors = 1 + last if tensors is None else tensors
         # All before the first is printed, which takes longest: one may have too many terms.
         terms = max(len(_unrolled(part.bound, part.tables).places) for part in parts)
         self._later = not soon and terms > _SOON and background()
@@ -180,8 +196,9 @@ class CProgram:
             if self.text:
                 return
             parts = self.parts
-            begun = [p.output in {other.output for other in parts[:at]} for at, p in enumerate(parts)]
-            own = [_adding(p.bound) if again else p.bound for p, again in zip(parts, begun, strict=True)]
+            # What adds to what an earlier statement wrote begins with it.
+            first = {p.output: p for p in reversed(parts)}
+            own = [p.bound if first[p.output] is p else replace(p.bound, has_initial=True) for p in parts]
             algorithms = [algorithm_of(b, p.tables) for b, p in zip(own, parts, strict=True)]
             made = [
                 [t for t, at in zip(b.layout.tensors, p.places, strict=True) if at < 0]
@@ -272,11 +289,6 @@ class CProgram:
     @staticmethod
     def _run(*_: Any) -> Any:
         raise AssertionError("called before it was compiled")
-
-
-def _adding(bound: Bound) -> Bound:
-    """A statement that adds to what an earlier one wrote."""
-    return replace(bound, has_initial=True)
 
 
 class _Printed:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ from insum_nn.compiler.kernels.c_program import (
     Part,
     Sizes,
     compiled_extents,
+    known_in_c,
     limits_of_extents,
 )
 from insum_nn.compiler.kernels.c_structures import entries_of, seen
@@ -154,8 +155,9 @@ class Artifact:
         firsts: dict[object, int] = {}
         count = len(shapes)
         for number, (spec, places, output) in enumerate(zip(self.specs, self.places, self.outputs, strict=True)):
-            facts = {n: _facts(masked[at]) for n, at in zip(spec.layout.tensors, places, strict=True) if at in masked}
-            facts |= {name: _facts(min(table.values, default=0) < 0) for name, table in spec.static}
+            known = {n: masked[at] for n, at in zip(spec.layout.tensors, places, strict=True) if at in masked}
+            known |= {name: min(table.values, default=0) < 0 for name, table in spec.static}
+            facts = {n: known_in_c(missing, spec.declared_facts.get(n, UNKNOWN)) for n, missing in known.items()}
             bound = self._bound(number, pool, initial, facts)
             sizes = Extents(extents[number], shapes[output])
             tensors = [pool[at] for at in places]
@@ -233,11 +235,6 @@ class Call:
 
 def _not_here(*_: object) -> None:
     """Something else runs these calls."""
-
-
-@lru_cache(maxsize=2)
-def _facts(masked: bool) -> IndexFacts:
-    return IndexFacts(masked=masked, proven=True)
 
 
 class _Lines:

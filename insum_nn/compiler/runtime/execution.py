@@ -16,7 +16,7 @@ from torch import Tensor
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.codegen.c import NotInC
 from insum_nn.compiler.forms.form import FormError
-from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents
+from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents, known_in_c
 from insum_nn.compiler.kernels.c_structures import clear_entries
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.row_partition import clear_partitions
@@ -250,6 +250,8 @@ class Executables:
         self.backend, self.reason = choose_backend(self.own, options, tables=bool(static))
         names = frozenset(name for name, _ in self.tables)
         self.fixed = FixedExtents(self.own, options, names)
+        # With the facts that C functions are made for.
+        self._known = replace(self.own, facts=tuple(known_in_c(each.masked, each) for each in self.own.facts))
         self._keys: dict[object, CacheKey] = {}
         self._refused: dict[object, str] = {}
 
@@ -290,8 +292,8 @@ class Executables:
         if why is None:
             key = self._keys.get(static)
             if key is None:
-                key = self._keys[static] = shared_key(self.own, self.options, "c", static, self.tables)
-            begin, bound = time.perf_counter(), replace(self.own, static=static)
+                key = self._keys[static] = shared_key(self._known, self.options, "c", static, self.tables)
+            begin, bound = time.perf_counter(), replace(self._known, static=static)
 
             def build() -> Executable:
                 soon = self.options.backend == "c" or self.options.deterministic

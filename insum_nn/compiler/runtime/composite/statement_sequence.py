@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen.c import NotInC
-from insum_nn.compiler.kernels.c_program import NOWHERE, CProgram, compiled_extents, limits_of_extents
+from insum_nn.compiler.kernels.c_program import NOWHERE, CProgram, compiled_extents, known_in_c, limits_of_extents
 from insum_nn.compiler.kernels.c_program import Part as CPart
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
@@ -495,7 +495,7 @@ class StatementSequence:
                 axes = zip(cut.shape, part.sizes.output, strict=True)
                 shape = tuple([position[of] if isinstance(of, str) else extent for of, extent in axes])
             # What tells functions apart: nothing else is asked of entries.
-            facts = tuple(IndexFacts(masked=each.masked, proven=True) for each in own.facts)
+            facts = tuple(known_in_c(each.masked, each) for each in own.facts)
             found.append(
                 CPart(
                     replace(own, static=static, facts=facts), tables, where, made if shape else output, extents, shape
