@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["UNKNOWN", "IndexFacts", "NamedFacts", "StaticTable", "repeated"]
+__all__ = ["UNKNOWN", "IndexFacts", "NamedFacts", "StaticTable", "Tables", "repeated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,13 @@ class StaticTable:
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """Its values as integers of 64 bits, or as numbers of a floating-point dtype."""
-        floating = any(isinstance(value, float) for value in self.values)
-        return torch.tensor(self.values, dtype=dtype if floating else torch.int64, device="cpu").reshape(self.shape)
+        own = dtype if self.is_floating else torch.int64
+        return torch.tensor(self.values, dtype=own, device="cpu").reshape(self.shape)
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether its values are floating-point numbers."""
+        return any(isinstance(value, float) for value in self.values)
 
     def at(self, place: Sequence[int]) -> int | float:
         """The value at a place; -1 outside of the table."""
@@ -110,3 +115,7 @@ class StaticTable:
                 return -1
             flat = flat * extent + position
         return self.values[flat]
+
+
+# Static tables by name.
+Tables = tuple[tuple[str, StaticTable], ...]

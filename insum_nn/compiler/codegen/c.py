@@ -256,6 +256,7 @@ class _Printer(Values):
             self.batch(pieces)
 
     def batch(self, pieces: Pieces) -> None:
+        """The same for one batch."""
         slots = [*dict.fromkeys(slot for _, each in pieces for slot in each)]
         # Rows that are terms add to the same cells.
         rows = range(1 if self.place.streams else self.rows)

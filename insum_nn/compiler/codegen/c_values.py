@@ -243,7 +243,7 @@ class Values:
     def declare(self, depth: int) -> None:
         """Print what is known from here on."""
         flagged = False
-        # Inside of a sum, what the stores at hand need.
+        # Inside a loop over terms, only what the current batch of stores reads.
         needed = {*walk(*self.stores)} if depth >= self.first_sum and len(self.place.batches) > 1 else None
         for node in self.items.get(depth, ()):
             if needed is not None and isinstance(node, Load) and node not in needed:

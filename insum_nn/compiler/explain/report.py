@@ -85,9 +85,8 @@ class Explanation:
         tensors: the tensors read, and the initial value where there is one.
         backend: `"c"`, `"eager"`, `"inductor"` or `"triton"`; `None` without tensors, and for a call without a term.
         reason: why this backend, or why there is no program.
-        torch_code: the library calls that run, or that Inductor compiles. It is no code that runs by itself for a C
-            function, but shows what a call does around it, by names of the package, and for products that take a
-            statement's place, but names these. `None` for Triton's kernels.
+        torch_code: the library calls that run, or that Inductor compiles. For a C function it shows what a call does
+            around it, by names of the package, and does not run by itself. `None` for Triton's kernels.
         steps: what a call of generated kernels launches, in order.
         parts: of a statement that runs as several, what becomes of each.
         schedule: how a call is carried out.
@@ -142,7 +141,7 @@ class Explanation:
     def kernel_source(self) -> str | None:
         """Return the code that runs: C functions, generated kernels, Inductor's kernels, or torch calls.
 
-        `None` without a program. Of products that take a statement's place, which are chosen at each call, their text.
+        `None` without a program.
 
         Inductor compiles the graph once more, for the shapes of the call, the first time this is asked.
 
@@ -241,8 +240,7 @@ class Explanation:
             steps = "\n".join(f"{number}. {step}" for number, step in enumerate(self.steps, start=1))
             sections.append(Section("steps", code=steps or "none: there is no cell to write"))
         if self.torch_code is not None:
-            title = "around the C function" if self.backend == "c" else "statements in its place"
-            title = "torch code" if "def forward(" in self.torch_code else title
+            title = "around the C function" if self.backend == "c" else "torch code"
             sections.append(Section(title, code=self.torch_code, folded=True))
         if self._sources:
             sections.append(Section("kernel source", code="\n\n".join(self._sources), folded=True))

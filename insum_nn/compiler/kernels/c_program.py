@@ -33,12 +33,11 @@ from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
 from insum_nn.compiler.kernels.c_compiler import CFunction, background, submit
 from insum_nn.compiler.kernels.c_structures import entries_of, order_of, sorting
 from insum_nn.compiler.kernels.description import Description
-from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
-from insum_nn.compiler.schedule.canonical import Tables
-from insum_nn.facts import UNKNOWN, IndexFacts
+from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 from insum_nn.locks import new_lock
 
 __all__ = [
@@ -59,6 +58,8 @@ NOWHERE = 1 << 30
 Extent = tuple[int, int] | int
 # The tensors, the extents and the output's shape of each statement, the initial value of the first output.
 Body = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...]]
+# One statement on the tensors of a call and an initial value.
+Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 _ENTRY = "insum"
 # Multiplications from which threads share a kernel; to wake them takes as long as some thousand.
 _DIVIDED = 1 << 16
@@ -242,6 +243,26 @@ class CProgram:
         self._names["run"] = self._functions[0].run
         self.compiled = True
         return True
+
+    def serving(self, extents: Extents, library: Callable[[], Run], *, wait: bool) -> Run:
+        """What runs a call of one statement by the C function, and by library calls until it is compiled.
+
+        Args:
+            extents: the sizes of the call.
+            library: makes the library calls, where they are needed.
+            wait: as of `called`.
+        """
+        indices, output = (extents.indices,), (extents.output,)
+        slow: Run | None = None
+
+        def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+            nonlocal slow
+            if self.compiled or self.called(wait=wait):
+                return self.body(tensors, indices, output, initial)[0]
+            slow = slow or library()
+            return slow(tensors, initial)
+
+        return run
 
     @property
     def error(self) -> str:

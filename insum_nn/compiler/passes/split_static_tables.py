@@ -21,19 +21,18 @@ from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.misses import labels_of, misses_of
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Index, Number, Subscript, Term
-from insum_nn.compiler.passes.cut_products import Cut
-from insum_nn.facts import StaticTable
+from insum_nn.compiler.passes.cut_products import Cut, indices_of
+from insum_nn.facts import StaticTable, Tables
 
 __all__ = ["split_static_tables"]
 
-Static = tuple[tuple[str, StaticTable], ...]
 # Two statements are chosen if they multiply less than this share of what one does.
 _SHARE = 0.7
 # In place of the extents of first axes that no table has, such as the number of samples.
 _NOMINAL = 1024
 
 
-def split_static_tables(bound: Bound, static: Static, extents: Mapping[str, int]) -> Cut | None:
+def split_static_tables(bound: Bound, static: Tables, extents: Mapping[str, int]) -> Cut | None:
     """Return a statement over static tables as two; `None`: they would not save enough, or it is not of this kind.
 
     Args:
@@ -49,7 +48,7 @@ def split_static_tables(bound: Bound, static: Static, extents: Mapping[str, int]
 
 
 @lru_cache(maxsize=512)
-def _split(bound: Bound, static: Static, sizes: tuple[tuple[str, int], ...]) -> Cut | None:
+def _split(bound: Bound, static: Tables, sizes: tuple[tuple[str, int], ...]) -> Cut | None:
     statement, tables = bound.statement, dict(static)
     entry = _entry(statement.accesses(), tables)
     # What is between two statements is as large as the messages of all edges, which none stores.
@@ -108,7 +107,7 @@ class _Splitter:
             for chosen in reversed([*itertools.combinations(range(len(reads)), size)]):
                 inside = [reads[at] for at in chosen]
                 outside = [access for at, access in enumerate(reads) if at not in chosen]
-                inner, outer = _labels(inside), _labels([output, *outside])
+                inner, outer = indices_of(inside), indices_of([output, *outside])
                 if not any(a.subscripts and a.name not in self.tables for a in inside) or self.misses(inside, outside):
                     continue
                 axes = sorted((name for name in inner if name in outer and name != self.entry), key=self.inner)
@@ -201,7 +200,3 @@ def _numbered(rows: Sequence[Hashable]) -> list[int]:
     """For each row, the number of the first one that is equal, among those that are different."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(row, len(numbers)) for row in rows]
-
-
-def _labels(accesses: Sequence[Access]) -> list[str]:
-    return [*dict.fromkeys(name for access in accesses for name in labels_of(access))]

@@ -34,7 +34,7 @@ from insum_nn.compiler.runtime.library.programs import Library, extent_arguments
 from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
-from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.facts import IndexFacts, Tables
 from insum_nn.locks import new_lock
 
 __all__ = [
@@ -91,28 +91,16 @@ class Executable:
         if isinstance(self.run, Generated):
             return self.run.prepare(tensors, extents, initial)
         if isinstance(self.run, CProgram):
-            return self._tiered(self.run, tensors, extents, initial)
+            options = self.options
+
+            def library() -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+                other = from_graph(replace(self.bound, static=()), tensors, extents, options, "eager", self.reason)
+                return other.prepare(tensors, extents, initial)
+
+            return self.run.serving(extents, library, wait=options.deterministic or options.backend == "c")
         run = self._prepared(self.run, tensors, extents, initial)
         epilogue, dtype = self.bound.epilogue, self.bound.dtype
         return (lambda tensors, initial: epilogue(run(tensors, initial), dtype)) if epilogue else run
-
-    def _tiered(
-        self, program: CProgram, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
-    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
-        """What runs the C function, and library calls until it is compiled."""
-        indices, output, options = (extents.indices,), (extents.output,), self.options
-        slow: Callable[[Sequence[Tensor], Tensor | None], Tensor] | None = None
-
-        def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            nonlocal slow
-            if program.compiled or program.called(wait=options.deterministic or options.backend == "c"):
-                return program.body(tensors, indices, output, initial)[0]
-            if slow is None:
-                other = from_graph(replace(self.bound, static=()), tensors, extents, options, "eager", self.reason)
-                slow = other.prepare(tensors, extents, initial)
-            return slow(tensors, initial)
-
-        return call
 
     def _prepared(
         self, run: Callable[..., Tensor], tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
@@ -140,9 +128,6 @@ def _integers(bound: Bound, extents: Extents) -> tuple[int, ...]:
         return ()
     names = bound.layout.indices
     return (*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes))
-
-
-Static = tuple[tuple[str, StaticTable], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -243,7 +228,7 @@ class Executables:
         static: its static tensors.
     """
 
-    def __init__(self, bound: Bound, options: Options, static: Static = ()) -> None:
+    def __init__(self, bound: Bound, options: Options, static: Tables = ()) -> None:
         self.bound, self.options, self.static = bound, options, static
         self.own = canonical(bound)
         self.tables = canonical_tables(bound.statement, static)

@@ -21,7 +21,7 @@ from insum_nn.compiler.lang.bind import Bound, show_dtype
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript, Term
 from insum_nn.errors import InsumError
-from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.facts import IndexFacts, StaticTable, Tables
 
 __all__ = [
     "canonical",
@@ -33,8 +33,6 @@ __all__ = [
     "names_of",
     "shown_statement",
 ]
-
-Tables = tuple[tuple[str, StaticTable], ...]
 
 
 @lru_cache(maxsize=2048)

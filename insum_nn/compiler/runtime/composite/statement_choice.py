@@ -85,9 +85,9 @@ def pairs_are_faster(dtype: torch.dtype) -> bool:
 
 
 def paths_are_products(device: torch.device) -> bool:
-    """Whether statements over static tables are computed together as a library's products, rather than as one kernel.
+    """Whether statements over static tables run one after the other in one function, rather than fused in one kernel.
 
-    A generated kernel writes out a table's entries as terms; a CPU's library multiplies the small matrices they make.
+    The C function of a CPU cuts each in two where that multiplies less, and shares what several make first.
     """
     return device.type == "cpu"
 

@@ -29,11 +29,11 @@ from insum_nn.compiler.passes.split_static_tables import split_static_tables
 from insum_nn.compiler.runtime.backends import choose_backend
 from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.composite.read_cells import SizedClear, UnreadCells
-from insum_nn.compiler.runtime.execution import Executable, Static, executable, generation
+from insum_nn.compiler.runtime.execution import Executable, executable, generation
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of, multiplies_blocks
 from insum_nn.dtypes import is_widened
-from insum_nn.facts import UNKNOWN, IndexFacts
+from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 from insum_nn.locks import cached_property
 
 __all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "c_program"]
@@ -79,7 +79,7 @@ class Part:
     bound: Bound
     sizes: Sizes
     writes: str
-    static: Static = ()
+    static: Tables = ()
     clears: tuple[SizedClear, ...] = ()
     unwritten: tuple[SizedClear, ...] = ()
 
@@ -98,7 +98,7 @@ class Sequences:
         static: its static tables.
     """
 
-    def __init__(self, bound: Bound, options: Options, static: Static = ()) -> None:
+    def __init__(self, bound: Bound, options: Options, static: Tables = ()) -> None:
         self.bound, self.options, self.static = bound, options, static
         # Decisions, for all sizes within a factor of the root of two.
         self._trees: dict[tuple[int, ...], Tree] = {}
@@ -111,7 +111,12 @@ class Sequences:
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> StatementSequence | None:
         """Return the statements that it is cut into at these sizes; `None`: it stays whole."""
         if self.static and 0 not in (*extents.indices, *extents.output):
-            return self._sequence(self._by_tables(extents), self._search(_shapes(self.bound, tensors), extents, {}))
+            tree = self._by_tables(extents)
+            if tree is _WHOLE:
+                return None
+            found = self._sequence(tree, self._search(_shapes(self.bound, tensors), extents, {}))
+            # Where C was asked for by name, the whole statement says why it has none.
+            return None if found and found.program is None and self.options.backend == "c" else found
         if not self.cuttable:
             return None
         sizes = [*extents.indices, *extents.output]
@@ -205,7 +210,7 @@ def _fits(cut: Cut, bound: Bound, sizes: Sizes) -> bool:
     return all(len({_extent(axis, sizes, output) for axis in axes}) == 1 for axes in cut.equal)
 
 
-def _both(cut: Cut, bound: Bound, sizes: Sizes, static: Static = ()) -> tuple[Part, Part]:
+def _both(cut: Cut, bound: Bound, sizes: Sizes, static: Tables = ()) -> tuple[Part, Part]:
     """The two parts of a statement that is cut; the second writes what the whole writes."""
     output = bound.statement.output.name
     indices = {**sizes.indices, **{name: _extent(axis, sizes, output) for name, axis in cut.fresh.items()}}
@@ -235,9 +240,7 @@ def _bound(bound: Bound, cut: Cut, *, last: bool) -> Bound:
     statement = cut.second if last else cut.first
     layout, whole = layout_of(statement), bound.layout
     known = dict(zip(whole.tensors, zip(bound.index_dtypes, bound.facts, strict=True), strict=True))
-    known |= {
-        n: (torch.int64, _ENTRIES) for n, t in cut.tables.items() if not any(isinstance(v, float) for v in t.values)
-    }
+    known |= {name: (torch.int64, _ENTRIES) for name, table in cut.tables.items() if not table.is_floating}
     dtypes, facts = zip(*[known.get(name, (bound.dtype, UNKNOWN)) for name in layout.tensors], strict=True)
     return replace(
         bound,
@@ -405,7 +408,7 @@ class StatementSequence:
         whole: Cost,
         cost: Cost,
         cut: Cut | None = None,
-        static: Static = (),
+        static: Tables = (),
     ) -> None:
         self.bound = bound
         self.parts = parts
@@ -414,11 +417,16 @@ class StatementSequence:
         self.cost = cost
         self.cut, self.static = cut, static
         self.reason = f"the statement runs as {len(parts)}"
-        self.tables = {} if cut is None else {name: table.tensor(bound.dtype) for name, table in cut.tables.items()}
         parts_in_c = self.in_c(0, range(len(bound.layout.tensors)), 0, 1)
         # One C function of all parts; library calls serve until it is compiled.
         counts = (len(bound.layout.indices),), len(bound.layout.tensors)
         self.program = None if parts_in_c is None else c_program(generation(), parts_in_c, *counts)
+
+    @cached_property
+    def tables(self) -> dict[str, Tensor]:
+        """The tables that the cut makes, for library calls."""
+        made = {} if self.cut is None else self.cut.tables
+        return {name: table.tensor(self.bound.dtype) for name, table in made.items()}
 
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
@@ -426,21 +434,10 @@ class StatementSequence:
 
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Return what runs the statement on tensors of these shapes."""
-        program = self.program
-        if program is None:
+        if self.program is None:
             return self._staged(tensors, initial)
-        indices, output = (extents.indices,), (extents.output,)
         wait = self.options.deterministic or self.options.backend == "c"
-        slow: Run | None = None
-
-        def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            nonlocal slow
-            if program.compiled or program.called(wait=wait):
-                return program.body(tensors, indices, output, initial)[0]
-            slow = slow or self._staged(tensors, initial)
-            return slow(tensors, initial)
-
-        return call
+        return self.program.serving(extents, lambda: self._staged(tensors, initial), wait=wait)
 
     def _staged(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Run:
         """Return what runs the parts one after the other."""
