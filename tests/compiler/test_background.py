@@ -442,6 +442,10 @@ class Missing:
         """Nothing is loaded."""
 
 
+# Of the case that is interpreted.
+SIZE = 3
+
+
 class OneStatement(nn.Module):
     def __init__(self, program: Any, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -471,17 +475,17 @@ def test_a_rehearsal_leaves_no_zeros_to_the_call(rehearse: Callable[[], None], m
     monkeypatch.setattr(Missing, "rehearse", rehearse, raising=False)
     monkeypatch.setattr(Missing, "collected", 0, raising=False)
     case = CASES["convolution's weight gradient by pairs"]
-    tensors = {n: t.double() if t.is_floating_point() else t for n, t in case.draw(6).items()}
+    tensors = {n: t.double() if t.is_floating_point() else t for n, t in case.draw(SIZE).items()}
     with pretended_gpu():
         options = Options(backend="triton", tune=False)
-        program = insum_nn.compile(case.expression, out_shape=case.out_shape(6), facts=case.facts, options=options)
+        program = insum_nn.compile(case.expression, out_shape=case.out_shape(SIZE), facts=case.facts, options=options)
         model = OneStatement(program, tensors)
         out = model()
         seed = torch.randn(out.shape, dtype=torch.float64)
         out.backward(seed)
     assert Missing.collected > 2
     exact = {n: t.clone().requires_grad_() if t.is_floating_point() else t for n, t in tensors.items()}
-    case.oracle(exact, 6).backward(seed)
+    case.oracle(exact, SIZE).backward(seed)
     for name, learned in model.values.items():
         assert_matches(learned.grad, exact[name].grad, dtype=torch.float64, kind="gradient")
 

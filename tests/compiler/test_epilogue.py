@@ -163,8 +163,9 @@ def test_gradients_of_both_orders(
     torch.testing.assert_close(
         torch.autograd.grad(call(*leaves).sin().sum(), leaves), torch.autograd.grad(plain(*leaves).sin().sum(), leaves)
     )
-    assert torch.autograd.gradcheck(call, leaves)
-    assert torch.autograd.gradgradcheck(call, leaves)
+    # Each entry is a call, which the interpreter takes long for: there along random directions.
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=options is GENERATED)
+    assert torch.autograd.gradgradcheck(call, leaves, fast_mode=options is GENERATED)
 
 
 def test_relu_keeps_no_more_than_its_output():

@@ -52,10 +52,20 @@ SETS = ("xyw", "xy", "xw", "wx", "zyw", "yz", "zw", "yw", "xz", "wxzy")
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("holes", [False, True])
-@pytest.mark.parametrize("u", [2, 3, 16, 48])
+# The interpreter takes seconds for wide rows.
+@pytest.mark.parametrize(("u", "holes"), [(2, False), (3, True), (16, True)])
 @pytest.mark.parametrize("roles", SETS)
 def test_one_kernel(roles: str, u: int, holes: bool):
+    assert_one_kernel(roles, u, holes=holes)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("roles", "holes"), [("xy", True), ("zw", False)])
+def test_one_kernel_of_several_column_tiles(roles: str, holes: bool):
+    assert_one_kernel(roles, 48, holes=holes)
+
+
+def assert_one_kernel(roles: str, u: int, *, holes: bool):
     tensors = draw(u, holes=holes)
     fused = FusedPrograms(programs(roles))
     shapes = [shape_of(role, u) for role in roles]
@@ -82,8 +92,7 @@ def test_dtypes(dtype: torch.dtype):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("holes", [False, True])
-@pytest.mark.parametrize("walk", ["Src", "Dst"])
+@pytest.mark.parametrize(("walk", "holes"), [("Src", True), ("Dst", False)])
 @pytest.mark.parametrize("which", SCHEDULES)
 def test_schedules(which: str, walk: str, holes: bool):
     tensors = draw(21, holes=holes)
@@ -93,14 +102,14 @@ def test_schedules(which: str, walk: str, holes: bool):
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("walk", ["Src", "Dst"])
 def test_every_candidate_is_right(walk: str):
-    tensors = draw(80)
+    tensors = draw(40)
     form = kernel_along(ones_of("xyw", tensors), (walk, "e")).generated.form
     tried = list(candidates(form))
     assert len(tried) > 3
     assert {adds_rows(form, schedule) for schedule in tried} == {True, False}
     for schedule in tried:
         # A sum of two does not depend on which comes first; what is scattered has no order anyway.
-        assert 2 * schedule.n >= 80 or walk == "Dst"
+        assert 2 * schedule.n >= 40 or walk == "Dst"
         assert_right("xyw", tensors, together("xyw", tensors, schedule, (walk, "e")))
 
 

@@ -16,7 +16,7 @@ from tests.compiler.test_misses import Oracle
 from tests.test_random_programs import Loops
 
 BATCH = 100
-EAGER_BATCHES = 20
+EAGER_BATCHES = 12
 GRADIENT_BATCH = 40
 # Every fourth batch keeps the written order of the products.
 VARIANTS = (Options(), Options(order="left"), Options(deterministic=True), Options(validate=True))
@@ -87,7 +87,7 @@ def batch(number: int, size: int, **options: object) -> Iterator[RandomProgram]:
 
 @pytest.mark.parametrize("number", [*range(EAGER_BATCHES), pytest.param(4, marks=pytest.mark.c, id="4 in C")])
 def test_values(number: int):
-    """2000 programs by library calls, some of them in C too."""
+    """1200 programs by library calls, some of them in C too."""
     options = VARIANTS[number % len(VARIANTS)]
     for program in batch(number, BATCH):
         tensors = program.arguments()["tensors"]
@@ -153,7 +153,7 @@ def leaves(program: RandomProgram, most: int) -> tuple[Callable[..., Tensor], tu
     return function, tuple(tensor.detach().clone().requires_grad_() for tensor in named.values())
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(5))
 def test_gradients(number: int):
     """First and second derivatives of 300 programs; a program of no small tensors is no case."""
     checked = 0

@@ -290,7 +290,7 @@ def test_lengths_that_are_known_are_not_read(share: int):
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("chunk", [1, 3, 8])
+@pytest.mark.parametrize("chunk", [1, 8])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_rows_are_divided_on_the_device(name: str, chunk: int):
     seen: list[DeviceCalls] = []

@@ -77,10 +77,11 @@ def features_of(result: SparseConvTensor | torch.Tensor) -> torch.Tensor:
     return result if isinstance(result, torch.Tensor) else result.features
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+# With their gradients single layers are traced in test_traced_graphs.py too, and whole networks below.
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers(name, backend):
+def test_layers(name):
     torch._dynamo.reset()
+    backend = "aot_eager" if name in ("dense", "global max", "pointwise with a key") else "eager"
     model, x = LAYERS[name](), cloud()
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, fullgraph=True, backend=backend)
@@ -168,23 +169,19 @@ def test_no_voxels_in_evaluation():
     torch.testing.assert_close(compiled(x), model(x))
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_minkunet(train, monkeypatch):
-    """Three of its four resolutions with their gradients in training, two without them in evaluation."""
+def test_minkunet(monkeypatch):
+    """Two of its four resolutions and their gradients; in evaluation it is exported in test_traced_graphs.py."""
     torch._dynamo.reset()
     shape = [20, 17, 9]
-    planes = (4, 6, 6, 6, 4, 4) if train else (4, 6, 4, 4)
+    planes = (4, 6, 4, 4)
     monkeypatch.setattr(minkunet, "_LEVELS", len(planes) // 2)
-    model = minkunet.MinkUNet(4, 5, layers=(1,) * len(planes), planes=planes, init_dim=4).train(train)
+    model = minkunet.MinkUNet(4, 5, layers=(1,) * len(planes), planes=planes, init_dim=4)
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     x = cloud(shape, count=200)
-    with torch.set_grad_enabled(train):
-        want, got = model(x), compiled(x)
+    want, got = model(x), compiled(x)
     assert got.indices is x.indices
     torch.testing.assert_close(got.features, want.features)
-    if not train:
-        return
     want.features.square().sum().backward()
     got.features.square().sum().backward()
     for theirs, ours in zip(model.parameters(), twin.parameters(), strict=True):
