@@ -92,9 +92,8 @@ def test_a_statement_is_printed_once(ordered: bool, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
     assert len({id(each) for each in made}) == 1
     (call,) = program.spec.calls.values()
-    assert call.call is not None
     ordered_tensors = [given[name] for name in program.spec.layout.tensors]
-    assert call.call(ordered_tensors, None, (20, None)) is not None
+    assert call.call(ordered_tensors, None, {}, (20, None)) is not None
 
 
 def test_new_sizes_and_entries_compile_nothing():

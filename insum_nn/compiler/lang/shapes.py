@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from insum_nn.errors import (
     raise_collected,
 )
 
-__all__ = ["Agreement", "agreement_of", "check_extents", "interval", "resolve_extents"]
+__all__ = ["Agreement", "agreement_lines", "agreement_of", "check_extents", "interval", "resolve_extents"]
 
 
 def resolve_extents(
@@ -101,14 +102,28 @@ def agreement_of(statement: Statement) -> Agreement:
     It is given the tensors read, in the layout's order, extents by name, and the output's shape, of which `None` is
     inferred; what it returns is right, if it returns anything. 3.0 and True are equal to sizes, and are none.
     """
+    lines, names = agreement_lines(statement)
+    tensors = "".join(f"t{n}, " for n in range(len(layout_of(statement).ranks)))
+    head = ["def agree(tensors, sizes, shape):", f"({tensors}) = tensors"]
+    return function_of_lines(
+        [*head, *lines, "return Extents(indices, output)"], {**names, "Extents": Extents}, f"sizes of {statement.text}"
+    )
+
+
+def agreement_lines(statement: Statement) -> tuple[list[str], dict[str, Any]]:
+    """Return what finds the extents of a call, as lines of a function that returns `None` where something disagrees.
+
+    Returns:
+        Lines, which make `indices` and `output` of `sizes`, `shape` and tensors t0, .., and what they read besides.
+    """
     layout = layout_of(statement)
-    axes = [[f"s{n}_{axis}" for axis in range(rank)] for n, rank in enumerate(layout.ranks)]
+    axes = [[f"a{n}_{axis}" for axis in range(rank)] for n, rank in enumerate(layout.ranks)]
     written = [f"o{axis}" for axis in range(len(layout.output_places))]
-    lines = ["def agree(tensors, sizes, shape):", "try:"]
-    lines += [f"    ({', '.join(names)},) = tensors[{n}].shape" for n, names in enumerate(axes) if names]
+    lines = ["try:"]
+    lines += [f"    ({', '.join(names)},) = t{n}.shape" for n, names in enumerate(axes) if names]
     lines += [f"    ({', '.join(written)},) = none if shape is None else shape"] if written else []
     lines += ["    pass", "except ValueError:", "    return None"]
-    wrong = [f"tensors[{n}].ndim" for n, names in enumerate(axes) if not names]
+    wrong = [f"t{n}.ndim" for n, names in enumerate(axes) if not names]
     wrong += [] if written else ["shape"]
     extents: list[str] = []
     for place, (name, places, own) in enumerate(zip(layout.indices, layout.plain, layout.written, strict=True)):
@@ -137,15 +152,15 @@ def agreement_of(statement: Statement) -> Agreement:
             # A symbolic size stays what it was given as.
             outputs.append(f"{extents[place]} if {name} is None else {name}")
     wrong.append("(sizes and unusual(sizes))")
-    found = f"Extents(({''.join(f'{each}, ' for each in extents)}), ({''.join(f'{each}, ' for each in outputs)}))"
-    lines += [f"if {' or '.join(wrong)}:", "    return None", f"return {found}"]
+    lines += [f"if {' or '.join(wrong)}:", "    return None"]
+    lines += [f"indices = ({''.join(f'{each}, ' for each in extents)})"]
+    lines += [f"output = ({''.join(f'{each}, ' for each in outputs)})"]
 
     def unusual(sizes: Mapping[str, int]) -> bool:
         indices = layout.indices
         return any(n not in indices or type(e) is not int or not 0 <= e <= INT64_MAX for n, e in sizes.items())
 
-    names = {"none": (None,) * len(written), "Extents": Extents, "unusual": unusual}
-    return function_of_lines(lines, names, f"sizes of {statement.text}")
+    return lines, {"none": (None,) * len(written), "unusual": unusual}
 
 
 def _check_extent(statement: Statement, what: str, extent: object, spans: Sequence[Span]) -> None:

@@ -45,9 +45,11 @@ from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.index_checks import writes_sums
 from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import function_of_lines
+from insum_nn.compiler.lang.shapes import agreement_lines
 from insum_nn.compiler.runtime.backends import choose_backend
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, c_program
 from insum_nn.compiler.runtime.execution import Executables, forgets_programs, generation
+from insum_nn.compiler.runtime.unsized_call import Call, nothing_printed
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.facts import UNKNOWN, IndexFacts
 from insum_nn.tensor_cache import builder_versions, unwritten
@@ -55,10 +57,9 @@ from insum_nn.tensor_cache import builder_versions, unwritten
 if TYPE_CHECKING:
     from insum_nn.compiler.runtime.dispatch import Spec
 
-__all__ = ["Artifact", "Call"]
+__all__ = ["Artifact", "ArtifactCall"]
 
 Run = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...] | None]
-_NO_SIZES: dict[str, int] = {}
 # Kinds of calls that are kept.
 _LIMIT = 64
 # Entries and extents from which sums of a subscript, or numbers of entries, might overflow.
@@ -78,6 +79,7 @@ class Artifact:
     Attributes:
         run: runs them on the tensors of a call, the extents of each statement, the shape of each output, and an initial
             value of the first one, which may be of its last axes alone. It returns the outputs; `None`: it does not.
+        call: as of `ArtifactCall`, of one statement.
     """
 
     def __init__(
@@ -93,17 +95,26 @@ class Artifact:
         self._tables = [canonical_tables(spec.statement, spec.static) for spec in specs]
         bounds = [self._bound(n, pool, initial, {}) for n in range(len(specs))]
         self._sequences = [Sequences(b, s.options, s.static) for b, s in zip(bounds, specs, strict=True)]
-        self.run: Run = _not_here
+        self.run: Run = nothing_printed
+        self.call: Call = nothing_printed
         lines = _Lines(self, pool, initial).printed()
         if lines is not None:
             names = {**lines.names, "seen": seen, "entries_of": entries_of, "bodies": self.bodies, "meet": self._meet}
-            self.run = function_of_lines(lines.text, names, f"call of {specs[0].statement.text}")
+            what = f"call of {specs[0].statement.text}"
+            head, pool_of, *rest = lines.text
+            self.run = function_of_lines([head, pool_of, *rest, "return made"], names, what)
+            if len(specs) == 1:
+                found, read = agreement_lines(specs[0].statement)
+                head = "def call(pool, initial, sizes, shape):"
+                found += ["extents = (indices,)", "shapes = (output,)"]
+                text = [head, pool_of, *found, *rest, "return None if made is None else made[0]"]
+                self.call = function_of_lines(text, {**names, **read}, what)
             forgets_programs(self)
 
     @property
     def printed(self) -> bool:
         """Whether `run` is for any call."""
-        return self.run is not _not_here
+        return self.run is not nothing_printed
 
     def clear(self) -> None:
         """Forget what runs each kind of call."""
@@ -139,8 +150,8 @@ class Artifact:
         if begun == generation():
             if len(self.bodies) >= _LIMIT:
                 self.bodies.clear()
-            self.bodies[key] = _not_here if found is None else self._waiting(key, found)
-        return None if found is None else self.bodies.get(key, _not_here)(pool, extents, shapes, initial)
+            self.bodies[key] = nothing_printed if found is None else self._waiting(key, found)
+        return None if found is None else self.bodies.get(key, nothing_printed)(pool, extents, shapes, initial)
 
     def _found(
         self,
@@ -206,35 +217,23 @@ class Artifact:
         return run
 
 
-class Call:
+class ArtifactCall:
     """One statement by its artifact, as `UnsizedCall` is called.
 
     Attributes:
         run: on tensors in the layout's order, an initial value, the extents and the output's shape of the call.
-        call: the same without known sizes; it reads them from the tensors and the given shape of the output.
+        call: the same without known sizes: it finds them as `lang.shapes.agreement_of` does.
     """
 
     def __init__(self, spec: Spec, tensors: Sequence[Tensor]) -> None:
         artifact = Artifact([spec], [tuple(range(len(tensors)))], [0], tensors)
-        self.printed = artifact.printed
-        agree = spec.agree
+        self.printed, self.call = artifact.printed, artifact.call
 
         def run(tensors: Sequence[Tensor], initial: Tensor | None, indices: Sizes, output: Sizes) -> Tensor | None:
             made = artifact.run(tensors, (indices,), (output,), initial)
             return None if made is None else made[0]
 
-        def call(tensors: Sequence[Tensor], initial: Tensor | None, shape: Sequence[int | None]) -> Tensor | None:
-            extents = agree(tensors, _NO_SIZES, shape)
-            if extents is None:
-                return None
-            made = artifact.run(tensors, (extents.indices,), (extents.output,), initial)
-            return None if made is None else made[0]
-
-        self.run, self.call = run, call
-
-
-def _not_here(*_: object) -> None:
-    """Something else runs these calls."""
+        self.run = run
 
 
 class _Lines:
@@ -298,8 +297,9 @@ class _Lines:
             f"key = (initial is None, {''.join(f'{each}, ' for each in key)})",
             "body = bodies.get(key)",
             "if body is None:",
-            f"    return meet(key, pool, extents, shapes, initial, {{{masked}}})",
-            "return body(pool, extents, shapes, initial)",
+            f"    made = meet(key, pool, extents, shapes, initial, {{{masked}}})",
+            "else:",
+            "    made = body(pool, extents, shapes, initial)",
         ]
         return self
 

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor
 
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Access
-from insum_nn.compiler.runtime.artifact import Call as ArtifactCall
-from insum_nn.compiler.runtime.backward import Call, Shapes, Step, gradients, kept_tensors
+from insum_nn.compiler.runtime.backward import Call, Shapes, gradients, kept_tensors
 from insum_nn.compiler.runtime.batched_gradients import (
     batched_access,
     each_vector,
@@ -30,16 +29,15 @@ from insum_nn.compiler.runtime.batched_gradients import (
     for_each_tangent,
 )
 from insum_nn.compiler.runtime.composite.intermediates import intermediates
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Key, Spec, broadcast, run_spec, value_dtype
+from insum_nn.compiler.runtime.dispatch import Spec, run_plain, run_spec, value_dtype
 from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
 from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed, plain_apply
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.tracing.inline import inline, inlines
-from insum_nn.compiler.runtime.unsized_call import UnsizedCall
 from insum_nn.facts import IndexFacts
 
-__all__ = ["apply", "apply_plain"]
+__all__ = ["apply", "apply_recorded"]
 
 # The registered operator.
 
@@ -77,12 +75,8 @@ def _gradients(
 ) -> tuple[list[Tensor | None], Tensor]:
     """Compute `gradients`, and that of an initial value, by calls that tracers and modes see."""
     share, initial_share = _shares_of(call, tensors, initial, result)
-    found = gradients(call, tensors, shapes, needs, grad, share, _shown)
+    found = gradients(call, tensors, shapes, needs, grad, share, apply)
     return found, grad if initial_share is None else grad * initial_share
-
-
-def _shown(step: Step, pool: Sequence[Tensor | None], total: Tensor | None) -> Tensor:
-    return apply(step.derived.spec, step.read(pool), total, step.extents)
 
 
 def _shares_of(
@@ -148,13 +142,8 @@ class _Function(torch.autograd.Function):
             cold.call = _Function, ctx, call, initial, *tensors
             outer, intermediates.collected = intermediates.collected, made
             try:
-                found, unsized = None, call.unsized
-                ready = None if call.checked is None else call.checked.ready
-                if unsized is not None:
-                    found = unsized.run(tensors, initial, call.indices, call.output)
-                elif ready is not None and not torch._C._is_any_autocast_enabled() and ready.holds(tensors):
-                    found = ready.run(tensors, initial)
-                result = call.run(tensors, initial) if found is None else found
+                run = run_plain if call.plain else run_spec
+                result = run(call.spec, tensors, initial, Extents(call.indices, call.output))
             finally:
                 cold.call = None
                 intermediates.collected = outer
@@ -305,20 +294,16 @@ def apply(
     tensors: Sequence[Tensor],
     initial: Tensor | None,
     extents: Extents,
-    key: Key | None = None,
-    checked: CheckedCall | None = None,
     *,
     plain: bool = False,
 ) -> Tensor:
-    """Run a program, recording what its gradients need; see `apply_plain` for what `plain` tensors spare.
+    """Run a program, recording what its gradients need.
 
     Args:
         spec: the program.
         tensors: in the layout's order.
         initial: the initial value, in the output's shape.
         extents: the call's sizes.
-        key: `call_key` of the tensors, where the caller has it.
-        checked: what is remembered of calls with this key and these sizes.
         plain: the caller knows that the tensors are plain ones, and none is lazily negated.
     """
     traced = is_traced(*tensors, initial)
@@ -328,56 +313,25 @@ def apply(
         tensors = [t.resolve_neg() for t in tensors]
         initial = None if initial is None else initial.resolve_neg()
     if spec.finishes:
-        return _finished(spec, tensors, initial, extents, key, checked, traced=traced, plain=plain)
+        return _finished(spec, tensors, initial, extents, traced=traced)
     if is_transformed() and not torch.compiler.is_compiling():
-        return _Transformed.apply(Call(spec, extents.indices, extents.output), initial, *tensors)  # type: ignore[no-any-return]
+        return _Transformed.apply(Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
     if inlined:
         if not _learned((*tensors, initial)):
             return inline(spec, tensors, initial, extents)
-        return _Function.apply(Call(spec, extents.indices, extents.output), initial, *tensors)  # type: ignore[no-any-return]
+        return _Function.apply(Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
     if traced:
         return _registered(spec, tensors, initial, extents)
     if _learned((*tensors, initial)):
-        return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
-    return run_spec(spec, tensors, initial, extents, key)
+        return _Function.apply(Call(spec, *extents, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
+    return run_spec(spec, tensors, initial, extents)
 
 
-def apply_plain(
-    spec: Spec,
-    tensors: Sequence[Tensor],
-    initial: Tensor | None,
-    extents: Extents,
-    checked: CheckedCall | None = None,
-    unsized: UnsizedCall | ArtifactCall | None = None,
-) -> Tensor | None:
-    """Run a program on plain tensors, as `apply` does; `None`: nothing records or follows the call, so it is not run.
-
-    Args:
-        spec: the program.
-        tensors: in the layout's order; plain ones, of which none is lazily negated.
-        initial: the initial value, which may broadcast to the output.
-        extents: the call's sizes.
-        checked: what is remembered of calls like it.
-        unsized: what runs it at any sizes, if anything does.
-    """
-    # `has_active_modes`, written out: every call comes here.
-    followed = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack()
-    if not followed and torch.autograd.forward_ad._current_level < 0:
-        if not torch.is_grad_enabled():
-            return None
-        for tensor in tensors:
-            if tensor.requires_grad:
-                break
-        else:
-            if initial is None or not initial.requires_grad:
-                return None
-        if not spec.finishes:
-            initial = initial if initial is None else broadcast(initial, extents)
-            call = None if checked is None else checked.call
-            call = call or Call.of(spec, extents, None, checked, plain=True, unsized=unsized)
-            return _record(call, initial, *tensors)  # type: ignore[no-any-return]
-    initial = initial if initial is None else broadcast(initial, extents)
-    return apply(spec, tensors, initial, extents, None if checked is None else checked.key, checked, plain=True)
+def apply_recorded(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
+    """`apply` where autograd records a call on plain tensors, none lazily negated, and nothing else follows it."""
+    if spec.finishes:
+        return apply(spec, tensors, initial, extents, plain=True)
+    return _record(Call(spec, *extents, plain=True), initial, *tensors)  # type: ignore[no-any-return]
 
 
 def _learned(tensors: Sequence[Tensor | None]) -> bool:
@@ -390,11 +344,8 @@ def _finished(
     tensors: Sequence[Tensor],
     initial: Tensor | None,
     extents: Extents,
-    key: Key | None,
-    checked: CheckedCall | None,
     *,
     traced: bool,
-    plain: bool,
 ) -> Tensor:
     """`apply` for a sum that is activated or cast.
 
@@ -404,12 +355,12 @@ def _finished(
     """
     if not (traced or is_transformed()):
         if not _learned((*tensors, initial)):
-            return run_spec(spec, tensors, initial, extents, key)
+            return run_spec(spec, tensors, initial, extents)
         name = spec.epilogue.activation
         kept = not spec.adds
         if not kept and (name is None or ACTIVATIONS[name].backward is not None):
-            return _Function.apply(Call.of(spec, extents, key, checked, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
-    return spec.epilogue(apply(spec.bare, tensors, initial, extents, key), value_dtype(spec, tensors, initial))
+            return _Function.apply(Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
+    return spec.epilogue(apply(spec.bare, tensors, initial, extents), value_dtype(spec, tensors, initial))
 
 
 # Batching.

@@ -7,7 +7,7 @@ programs of one kind of call are, which tensors they read and in which shapes, i
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,22 +17,16 @@ from torch import Tensor
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, derivatives
 from insum_nn.compiler.runtime.artifact import Artifact
-from insum_nn.compiler.runtime.artifact import Call as ArtifactCall
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.dispatch import (
-    CheckedCall,
-    Key,
     Spec,
-    call_kind,
     intermediates_of,
-    run_spec,
+    run_plain,
 )
 from insum_nn.compiler.runtime.execution import generation
-from insum_nn.compiler.runtime.unsized_call import Call as UnsizedGradient
-from insum_nn.compiler.runtime.unsized_call import UnsizedCall
 from insum_nn.tensor_cache import insert
 
-__all__ = ["Call", "Derived", "Shapes", "Step", "gradients", "kept_tensors"]
+__all__ = ["Call", "Derived", "Shapes", "gradients", "kept_tensors"]
 
 # Kinds of calls of a program whose common intermediate tensors are remembered.
 _COMMON_LIMIT = 64
@@ -48,63 +42,13 @@ class Call:
         spec: the program.
         indices: extents, in the layout's order.
         output: the output's shape.
-        key: `call_key` of its tensors, where it is known.
-        checked: what is remembered of calls of its kind.
         plain: its tensors are plain ones.
-        unsized: what runs it at any sizes, if anything does.
     """
 
     spec: Spec
     indices: tuple[int, ...]
     output: tuple[int, ...]
-    key: Key | None = None
-    checked: CheckedCall | None = None
     plain: bool = False
-    unsized: UnsizedCall | ArtifactCall | None = None
-    _steps: dict[int, tuple[Step, ...]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(
-        spec: Spec,
-        extents: Extents,
-        key: Key | None,
-        checked: CheckedCall | None,
-        *,
-        plain: bool,
-        unsized: UnsizedCall | ArtifactCall | None = None,
-    ) -> Call:
-        """The call; the same one for all calls that share what is remembered of them."""
-        if checked is None:
-            return Call(spec, extents.indices, extents.output, key, plain=plain, unsized=unsized)
-        call = checked.call
-        if not isinstance(call, Call):
-            call = checked.call = Call(spec, extents.indices, extents.output, checked.key, checked, plain)
-        return call
-
-    def run(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-        """The output, where nothing is ready that runs it; nothing is recorded."""
-        checked = self.checked
-        if checked is None:
-            if self.plain:
-                self.spec.check_kinds(tensors, initial)
-            return run_spec(self.spec, tensors, initial, Extents(self.indices, self.output), self.key)
-        if self.key is None or torch._C._is_any_autocast_enabled():
-            return run_spec(self.spec, tensors, initial, checked.extents, self.key)
-        return checked.run(self.spec, tensors, initial)
-
-    def steps(self, position: int, tensors: Sequence[Tensor | None], shapes: Shapes) -> tuple[Step, ...]:
-        """Return the derivative programs of the tensor at a position; shapes are passed where it may be missing."""
-        found = self._steps.get(position)
-        if found is None:
-            tensor = tensors[position]
-            shape = tuple(shapes[position] if tensor is None else tensor.shape)  # type: ignore[index]
-            found = self._steps[position] = tuple(
-                [
-                    Step(derived, Extents(tuple([self.indices[place] for place in derived.indices]), shape))
-                    for derived in _derived(self.spec, position)
-                ]
-            )
-        return found
 
     def common(self, tensors: Sequence[Tensor], needs: tuple[bool, ...], result: Tensor, made: Set[Hashable]) -> Common:
         """Return the intermediate tensors that its statements have in common.
@@ -119,13 +63,14 @@ class Call:
         found = self.spec.common.get(key)
         if found is None:
             pool = (*tensors, result, None)
-            steps = [s for at, need in enumerate(needs) if need for s in self.steps(at, tensors, None)]
-            found = Common.of(made, [intermediates_of(s.derived.spec, s.read(pool), s.extents) for s in steps])
+            steps = [(d, tensors[at].shape) for at, need in enumerate(needs) if need for d in _derived(self.spec, at)]
+            made_by = [intermediates_of(d.spec, d.read(pool), d.extents(self, shape)) for d, shape in steps]
+            found = Common.of(made, made_by)
             insert(self.spec.common, key, found, _COMMON_LIMIT)
         return found
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Derived:
     """A derivative program of a statement.
 
@@ -133,26 +78,19 @@ class Derived:
         spec: the program.
         places: the positions of its tensors among those of the call, the gradient and the shares.
         indices: the positions of its extents among those of the call.
-        call: what ran it last at sizes that it found by itself.
     """
 
     spec: Spec
     places: tuple[int, ...]
     indices: tuple[int, ...]
-    call: UnsizedGradient | None = None
-
-
-class Step:
-    """A derivative program at the sizes of a call."""
-
-    __slots__ = ("checked", "derived", "extents")
-
-    def __init__(self, derived: Derived, extents: Extents) -> None:
-        self.derived, self.extents, self.checked = derived, extents, CheckedCall(extents)
 
     def read(self, pool: Sequence[Tensor | None]) -> list[Tensor]:
         """Its tensors."""
-        return list(map(pool.__getitem__, self.derived.places))  # type: ignore[arg-type]
+        return list(map(pool.__getitem__, self.places))  # type: ignore[arg-type]
+
+    def extents(self, call: Call, shape: tuple[int, ...]) -> Extents:
+        """Its sizes, where it writes a tensor of a shape."""
+        return Extents(tuple(map(call.indices.__getitem__, self.indices)), shape)
 
 
 @lru_cache(maxsize=2048)
@@ -253,7 +191,7 @@ def gradients(
     needs: Sequence[bool],
     grad: Tensor,
     share: Tensor | None = None,
-    run: Callable[[Step, Sequence[Tensor | None], Tensor | None], Tensor] | None = None,
+    run: Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor] = run_plain,
 ) -> list[Tensor | None]:
     """Compute the gradients of the tensors that need one.
 
@@ -264,44 +202,22 @@ def gradients(
         needs: which of them need one.
         grad: the gradient of the sum.
         share: the shares of terms, where they do not all count.
-        run: runs one derivative program, which adds to what those before it made. Default: in eager mode, where nothing
-            is recorded.
+        run: runs one derivative program, which adds to what those before it made; by default where nothing is recorded.
     """
     spec = call.spec
     values, names, pool = spec.layout.value_tensors, spec.layout.tensors, (*tensors, grad, share)
-    read = pool.__getitem__
-    if run is None and grad.is_cpu and (together := _together(call, pool, shapes, needs)) is not None:
+    if run is run_plain and grad.is_cpu and (together := _together(call, pool, shapes, needs)) is not None:
         return together
     found: list[Tensor | None] = []
     for position, need in enumerate(needs):
         total: Tensor | None = None
-        if not need or names[position] not in values:
-            found.append(None)
-            continue
-        if run is not None:
-            for step in call.steps(position, tensors, shapes):
-                total = run(step, pool, total)
-            found.append(total)
-            continue
-        tensor = tensors[position]
-        shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
-        # In one loop, without a function for each: every backward pass runs it.
-        for at, derived in enumerate(spec.derived.get(position) or _derived(spec, position)):
-            given: list[Any] = list(map(read, derived.places))
-            made = None if derived.call is None else derived.call(given, total, shape)
-            if made is None and derived.spec.calls:
-                unsized = derived.spec.calls.get(call_kind(derived.spec, given))
-                if unsized is not None and unsized.call is not None and unsized.call is not derived.call:
-                    derived.call = unsized.call
-                    made = unsized.call(given, total, shape)
-            if made is None:
-                steps = call._steps.get(position) or call.steps(position, tensors, shapes)
-                checked = steps[at].checked
-                ready = checked.ready
-                if ready is not None and ready.holds(given):
-                    made = ready.run(given, total)
-                else:
-                    made = checked.run(derived.spec, given, total)
-            total = made
+        if need and names[position] in values:
+            tensor = tensors[position]
+            shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
+            # Written out: every backward pass comes here.
+            for derived in spec.derived.get(position) or _derived(spec, position):
+                given: list[Any] = list(map(pool.__getitem__, derived.places))
+                indices = tuple(map(call.indices.__getitem__, derived.indices))
+                total = run(derived.spec, given, total, Extents(indices, shape))
         found.append(total)
     return found

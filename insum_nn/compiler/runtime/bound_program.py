@@ -9,11 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.arguments import call_key
-from insum_nn.compiler.runtime.dispatch import CheckedCall, Ready, Spec, broadcast, call_kind
-from insum_nn.compiler.runtime.modes import is_plain_eager
+from insum_nn.compiler.runtime.dispatch import Ready, Spec, broadcast, call_kind, run_ready
+from insum_nn.compiler.runtime.modes import is_plain, is_plain_eager
 from insum_nn.compiler.runtime.steps.watch import watch
-from insum_nn.compiler.runtime.unsized_call import Call
+from insum_nn.compiler.runtime.unsized_call import Call, nothing_printed
 from insum_nn.tensor_cache import insert
 
 __all__ = ["BoundProgram", "Shape"]
@@ -29,9 +28,10 @@ class _Program(Protocol):
     @property
     def spec(self) -> Spec: ...
 
-    def writing(self, dtype: torch.dtype) -> _Program: ...
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
 
-    def checked_call(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> CheckedCall | None: ...
+    def writing(self, dtype: torch.dtype) -> _Program: ...
 
 
 class BoundProgram:
@@ -50,7 +50,7 @@ class BoundProgram:
     """
 
     def __init__(self, program: _Program, tensors: Mapping[str, Tensor]) -> None:
-        self.program, self._spec = program, program.spec
+        self.program, self._spec, self._sizes = program, program.spec, program.sizes
         self.tensors = dict(tensors)
         # One is made for each new structure: a loop, and not a comprehension for each list.
         names: list[str] = []
@@ -62,9 +62,9 @@ class BoundProgram:
                 self._places.append(place)
             self._template.append(tensors.get(name))
         self.names = tuple(names)
-        self._checked: dict[Hashable, CheckedCall] = {}
+        self._plain = all(map(is_plain, self.tensors.values()))
         self._ready: dict[Hashable, Ready] = {}
-        self._call: Call | None = None
+        self._call: Call = nothing_printed
         self._written: dict[torch.dtype, BoundProgram] = {}
 
     def __call__(
@@ -94,46 +94,46 @@ class BoundProgram:
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
         if key is not None:
-            ready, plain = self._ready.get(key), True
+            ready, plain = self._ready.get(key), self._plain
             if ready is not None and ready.holds(ordered):
                 return ready.run(ordered, initial)
         elif not plain:
-            plain = is_plain_eager(*others, initial) and not torch._C._is_any_autocast_enabled()
+            plain = self._plain and is_plain_eager(*others, initial) and not torch._C._is_any_autocast_enabled()
         spec = self._spec
         if plain:
-            call = self._call
-            if call is not None and (result := call(ordered, initial, out_shape)) is not None:
+            result = self._call(ordered, initial, self._sizes, out_shape)
+            printed = bool(spec.calls)
+            if result is None and printed:
+                result = self._printed(ordered, initial, out_shape)
+            if result is not None:
                 return result
-            found = spec.calls.get(call_kind(spec, ordered)) if spec.calls else None
-            if found is not None and found.call is not None and found.call is not call:
-                self._call = found.call
-                result = found.call(ordered, initial, out_shape)
-                if result is not None:
-                    return result
-        if key is None and plain:
-            key = (call_key(others, initial), out_shape)
-        checked = self._checked.get(key)
-        if checked is None:
-            return self._first(ordered, out_shape, initial, key)
-        result = checked.run(spec, ordered, initial if initial is None else broadcast(initial, checked.extents))
-        if checked.ready is not None and (initial is None or initial.shape == checked.extents.output):
-            insert(self._ready, key, self._own(checked.ready), _LIMIT)
-        return result
+            extents = spec.agree(ordered, self._sizes, out_shape)
+            if extents is not None and (initial is None or initial.shape == extents.output[-initial.ndim :]):
+                result, ready = run_ready(spec, ordered, broadcast(initial, extents), extents)
+                # What was printed at this first call runs the others.
+                kept = (printed or not spec.calls) and (initial is None or initial.shape == extents.output)
+                if kept and key is not None and ready is not None:
+                    insert(self._ready, key, self._own(ready), _LIMIT)
+                return result
+        return self.program(tensors=self.named(others, initial), out_shape=out_shape)
+
+    def _printed(self, ordered: Sequence[Tensor], initial: Tensor | None, out_shape: Shape) -> Tensor | None:
+        """Run by what was printed for tensors of these kinds, where that is not what ran last."""
+        found = self._spec.calls.get(call_kind(self._spec, ordered))
+        if found is None or found.call is self._call:
+            return None
+        # It looks at all that may differ in later calls.
+        self._call = found.call
+        return found.call(ordered, initial, self._sizes, out_shape)
 
     def run_plain(self, others: Sequence[Tensor], out_shape: Shape, initial: Tensor | None = None) -> Tensor:
         """Run the statement on plain tensors in eager mode without autocast, where no gradients are recorded."""
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
-        call = self._call
-        if call is None and (calls := self._spec.calls):
-            # Another structure's, which checks all that may differ.
-            found = calls.get(call_kind(self._spec, ordered))
-            call = self._call = None if found is None else found.call
-        if call is not None and watch.calls is None:
-            result = call(ordered, initial, out_shape)
-            if result is not None:
-                return result
+        result = None if watch.calls is not None else self._call(ordered, initial, self._sizes, out_shape)
+        if result is not None:
+            return result
         return self(*others, out_shape=out_shape, initial=initial, plain=True)
 
     def writing(self, dtype: torch.dtype) -> BoundProgram:
@@ -145,9 +145,7 @@ class BoundProgram:
 
     def named(self, others: Sequence[Tensor], initial: Tensor | None) -> dict[str, Tensor]:
         """Return the tensors of a call by name: of the program's own call, which follows every mode."""
-        return self._with_initial({**self.tensors, **dict(zip(self.names, others, strict=True))}, initial)
-
-    def _with_initial(self, named: dict[str, Tensor], initial: Tensor | None) -> dict[str, Tensor]:
+        named = {**self.tensors, **dict(zip(self.names, others, strict=True))}
         if initial is not None:
             named[self._spec.statement.output.name] = initial
         return named
@@ -155,15 +153,3 @@ class BoundProgram:
     def _own(self, ready: Ready) -> Ready:
         """The same, with no look at the tensors that are bound here."""
         return replace(ready, read=tuple([each for each in ready.read if each[0] in self._places]))
-
-    def _first(
-        self, ordered: Sequence[Tensor], out_shape: Shape, initial: Tensor | None, key: Hashable | None
-    ) -> Tensor:
-        """A call that is not remembered here."""
-        named = self._with_initial(dict(zip(self._spec.layout.tensors, ordered, strict=True)), initial)
-        # The program may know the call from tensors of others: each structure has a `BoundProgram` of its own.
-        checked = None if key is None else self.program.checked_call(named, out_shape)
-        if key is None or checked is None:
-            return self.program(tensors=named, out_shape=out_shape)
-        insert(self._checked, key, checked, _LIMIT)
-        return checked.run(self._spec, ordered, broadcast(initial, checked.extents))

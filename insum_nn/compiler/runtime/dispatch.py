@@ -26,7 +26,7 @@ from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import call_key, check_static, kinds_of, stand_in
-from insum_nn.compiler.runtime.artifact import Call
+from insum_nn.compiler.runtime.artifact import ArtifactCall
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, Executables, clearings, generation
@@ -39,7 +39,6 @@ from insum_nn.locks import cached_property
 from insum_nn.tensor_cache import insert, unwritten
 
 __all__ = [
-    "CheckedCall",
     "Facts",
     "Key",
     "Ready",
@@ -51,6 +50,7 @@ __all__ = [
     "intermediates_of",
     "parse_cached",
     "prepare",
+    "run_plain",
     "run_ready",
     "run_spec",
     "value_dtype",
@@ -58,6 +58,7 @@ __all__ = [
 
 Key = tuple[object, ...]
 CallKind = tuple[torch.dtype, bool, torch.dtype | None]
+Printed = UnsizedCall | ArtifactCall
 Facts = Mapping[str, IndexFacts]
 # Positions of index tensors, the tensors, their versions, and whether a builder speaks for others in their place.
 Versions = tuple[tuple[int, Callable[[], "Tensor | None"], int, bool], ...]
@@ -88,7 +89,7 @@ class Spec:
     origin: Origin = "builder"
     ready: dict[Key, Ready] = field(default_factory=dict, init=False, repr=False, compare=False)
     programs: dict[Key, _Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
-    calls: dict[CallKind, UnsizedCall | Call] = field(default_factory=dict, init=False, repr=False, compare=False)
+    calls: dict[CallKind, Printed] = field(default_factory=dict, init=False, repr=False, compare=False)
     derived: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     together: dict[Key, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     kept: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -311,7 +312,7 @@ def _print_call(spec: Spec, tensors: Sequence[Tensor], programs: _Programs, fact
     """Have calls on tensors of these kinds run at any sizes, where only a builder's tensors and sizes are to check."""
     if programs.executables.backend == "c" and tensors:
         kind = call_kind(spec, tensors)
-        if kind not in spec.calls and (found := Call(spec, tensors)).printed:
+        if kind not in spec.calls and (found := ArtifactCall(spec, tensors)).printed:
             spec.calls[kind] = found
     plain = not (spec.static or spec.options.validate or writes_sums(spec.statement))
     if programs.executables.backend != "triton" or not plain or not all(vouched for _, vouched in spec.indexed):
@@ -377,54 +378,44 @@ def broadcast(initial: Tensor | None, extents: Extents) -> Tensor | None:
     return initial.expand(extents.output)
 
 
-@dataclass(slots=True)
-class CheckedCall:
-    """A call that was checked before: its sizes, what runs it where nothing is recorded, and the recorded call.
+def run_plain(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
+    """Run on plain tensors of sizes that agree, where nothing is recorded and no mode follows, by what was printed.
 
-    `key` is `call_key` of its tensors.
+    Args:
+        spec: the program.
+        tensors: in the layout's order.
+        initial: the initial value, which may be of the output's last axes alone.
+        extents: the call's sizes.
     """
-
-    extents: Extents
-    ready: Ready | None = None
-    key: Key | None = None
-    call: object = None
-
-    def run(self, spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-        """Run without recording gradients; the arguments are those of `run_ready`."""
-        ready = self.ready
-        if ready is not None and ready.holds(tensors):
-            return ready.run(tensors, initial)
-        result, self.ready = run_ready(spec, tensors, initial, self.extents, self.key)
-        return result
+    printed = spec.calls.get(call_kind(spec, tensors)) if spec.calls else None
+    result = None if printed is None else printed.run(tensors, initial, *extents)
+    return run_spec(spec, tensors, broadcast(initial, extents), extents) if result is None else result
 
 
-def run_spec(
-    spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, key: Key | None = None
-) -> Tensor:
+def run_spec(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
     """Run without recording gradients; the arguments are those of `run_ready`."""
-    return run_ready(spec, tensors, initial, extents, key)[0]
+    return run_ready(spec, tensors, initial, extents)[0]
 
 
 def run_ready(
-    spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, key: Key | None = None
+    spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents
 ) -> tuple[Tensor, Ready | None]:
     """Run without recording gradients, and return what runs further calls of the key, where it can be kept.
 
     Args:
         spec: the program.
-        tensors: in the layout's order; their ranks and dtypes were checked.
+        tensors: in the layout's order.
         initial: the initial value.
         extents: the call's sizes.
-        key: `call_key` of the tensors, where the caller has it.
     """
     if torch._C._is_any_autocast_enabled():
         device = next((t.device for t in (*tensors, initial) if t is not None), torch.device("cpu"))
         if under_autocast(device):
             # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
             with without_autocast(device):
-                return run_ready(spec, tensors, initial, extents, key)
+                return run_ready(spec, tensors, initial, extents)
     # Compiled float32 products follow the precision that was set when they were compiled.
-    key = (key or call_key(tensors, initial), initial is None, extents, torch.get_float32_matmul_precision())
+    key = (call_key(tensors, initial), initial is None, extents, torch.get_float32_matmul_precision())
     ready = spec.ready.get(key)
     if ready is not None and not ready.holds(tensors):
         ready = ready.for_others(spec, tensors, extents)
@@ -432,6 +423,7 @@ def run_ready(
             insert(spec.ready, key, ready, _READY_LIMIT)
     if ready is not None:
         return ready.run(tensors, initial), ready
+    spec.check_kinds(tensors, initial)
     if 0 in extents.indices:
         check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
         return _without_terms(spec, tensors, initial, extents), None

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ __all__ = [
     "PLAIN",
     "autocast_dtype",
     "exceeds",
+    "followed_by",
     "graph_constant",
     "has_active_modes",
     "is_functional",
+    "is_plain",
     "is_plain_eager",
     "is_traced",
     "is_transformed",
@@ -58,6 +60,13 @@ def has_active_modes() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is what it says, wherever a call on it is seen."""
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return not (tensor.is_meta or tensor.is_neg())
+
+
 def is_traced(*tensors: Tensor | None) -> bool:
     """Whether a compiler, a dispatch mode or a subclass of tensors has to see one registered operator for a call."""
     # A loop instead of `any`: no generator in every call.
@@ -65,6 +74,22 @@ def is_traced(*tensors: Tensor | None) -> bool:
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta):
             return True
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def followed_by(tensors: Sequence[Tensor], initial: Tensor | None) -> Literal["mode", "autograd"] | None:
+    """What follows a call on plain tensors; autograd alone where it records a gradient of some tensor."""
+    # `has_active_modes`, written out: every call comes here.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack():
+        return "mode"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "mode"
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return "autograd"
+        if initial is not None and initial.requires_grad:
+            return "autograd"
+    return None
 
 
 def is_plain_eager(*tensors: Tensor | None) -> bool:

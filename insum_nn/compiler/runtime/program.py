@@ -21,12 +21,10 @@ from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.compiler.runtime.arguments import call_key, check_kinds, static_tables
-from insum_nn.compiler.runtime.autograd import apply, apply_plain
+from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
+from insum_nn.compiler.runtime.autograd import apply, apply_recorded
 from insum_nn.compiler.runtime.bound_program import BoundProgram, Shape
 from insum_nn.compiler.runtime.dispatch import (
-    CheckedCall,
-    Key,
     Spec,
     broadcast,
     call_kind,
@@ -35,7 +33,7 @@ from insum_nn.compiler.runtime.dispatch import (
     run_spec,
 )
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
-from insum_nn.compiler.runtime.modes import PLAIN, to_autocast
+from insum_nn.compiler.runtime.modes import PLAIN, followed_by, to_autocast
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.compiler.runtime.tracing.traced import call_operator
@@ -43,12 +41,10 @@ from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.locks import cached_property
-from insum_nn.tensor_cache import insert, same_views
+from insum_nn.tensor_cache import same_views
 
 __all__ = ["Program", "ProgramSum", "Shape"]
 
-# Calls of one program whose checks are remembered.
-_CHECKED_LIMIT = 64
 # Kinds of arguments that need no look at them.
 _SHAPES = (type(None), tuple, torch.Size)
 _NAMED = (type(None), dict)
@@ -105,7 +101,6 @@ class Program:
         self._names: tuple[str, ...] = layout_of(self.statement).tensors
         self._index_names: tuple[str, ...] = self.statement.index_tensors()
         self._text: str = spec.to_json()
-        self._checked: dict[tuple[object, ...], CheckedCall] = {}
 
     def __repr__(self) -> str:
         return f"Program({self.expression!r}{', drop_outside=True' if self._spec.drop_outside else ''})"
@@ -164,43 +159,27 @@ class Program:
             # Facts of a builder hold of its own tensors, so they are passed as they are.
             named = same_views(named, self._index_names)
         plain = self._plain(named)
-        if plain is not None and spec.calls:
-            # A generated kernel, which needs no look at more than this.
+        if plain is not None:
             ordered, initial = plain
             merged = {**self._sizes, **sizes} if sizes else self._sizes
-            extents = spec.agree(ordered, merged, self._out_shape if out_shape is None else out_shape)
-            if extents is not None and (initial is None or initial.shape == extents.output[-initial.ndim :]):
-                unsized = spec.calls.get(call_kind(spec, ordered))
-                result = apply_plain(spec, ordered, initial, extents, None, unsized)
-                if result is None and unsized is not None:
-                    result = unsized.run(ordered, initial, *extents)
+            shape = self._out_shape if out_shape is None else out_shape
+            followed = followed_by(ordered, initial)
+            if followed is None:
+                printed = spec.calls.get(call_kind(spec, ordered)) if spec.calls else None
+                result = None if printed is None else printed.call(ordered, initial, merged, shape)
                 if result is not None:
                     return result
-        call = None if plain is None else self._call_key(*plain, sizes, out_shape)
-        if plain is None or call is None:
-            ordered, initial = self._arrange(named)
-            extents = self._extents(ordered, initial, sizes, out_shape)
-            return apply(spec, ordered, broadcast(initial, extents), extents)
-        ordered, initial = plain
-        checked = self._checked.get(call) or self._check_call(call, ordered, initial, sizes, out_shape)
-        result = apply_plain(spec, ordered, initial, checked.extents, checked)
-        if result is not None:
-            return result
-        return checked.run(spec, ordered, initial if initial is None else broadcast(initial, checked.extents))
-
-    def _check_call(
-        self,
-        call: tuple[Key, object, object],
-        ordered: Sequence[Tensor],
-        initial: Tensor | None,
-        sizes: Mapping[str, int] | None,
-        out_shape: Shape | None,
-    ) -> CheckedCall:
-        """What is remembered from now on of a call of plain tensors, after its checks."""
-        self._spec.check_kinds(ordered, initial)
-        checked = CheckedCall(self._extents(ordered, initial, sizes, out_shape), key=call[0])
-        insert(self._checked, call, checked, _CHECKED_LIMIT)
-        return checked
+            extents = spec.agree(ordered, merged, shape)
+            if extents is not None and (initial is None or initial.shape == extents.output[-initial.ndim :]):
+                initial = initial if initial is None else broadcast(initial, extents)
+                if followed is None:
+                    return run_spec(spec, ordered, initial, extents)
+                if followed == "autograd":
+                    return apply_recorded(spec, ordered, initial, extents)
+                return apply(spec, ordered, initial, extents, plain=True)
+        ordered, initial = self._arrange(named)
+        extents = self._extents(ordered, initial, sizes, out_shape)
+        return apply(spec, ordered, broadcast(initial, extents), extents)
 
     def _into(
         self, out: Tensor, sizes: Mapping[str, int] | None, out_shape: Shape | None, named: Mapping[str, Tensor]
@@ -258,22 +237,6 @@ class Program:
             ordered.append(tensor)  # type: ignore[arg-type]
         return ordered, initial
 
-    def _call_key(
-        self, ordered: list[Tensor], initial: Tensor | None, sizes: Mapping[str, int] | None, out_shape: Shape | None
-    ) -> tuple[Key, object, object] | None:
-        """A key under which the checks of a call need no repetition; `None` where its sizes are out of the ordinary."""
-        # 3.0 and True hash as 3 and 1 do, and must not pass for them; nor may symbolic sizes, which do not hash.
-        if out_shape is not None:
-            for extent in out_shape:
-                if type(extent) is not int and extent is not None:
-                    return None
-        if sizes:
-            for extent in sizes.values():
-                if type(extent) is not int:
-                    return None
-        sized = tuple(sorted(sizes.items())) if sizes else None
-        return call_key(ordered, initial), sized, None if out_shape is None else tuple(out_shape)
-
     def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
         statement = self.statement
         named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
@@ -307,14 +270,6 @@ class Program:
     def sizes(self) -> Mapping[str, int]:
         """Extents given at compile time."""
         return self._sizes
-
-    def checked_call(self, named: Mapping[str, Tensor], out_shape: Shape | None) -> CheckedCall | None:
-        """What is remembered of calls like one with these tensors, which is checked if it is the first of its kind."""
-        plain = self._plain(named)
-        call = None if plain is None else self._call_key(*plain, None, out_shape)
-        if plain is None or call is None:
-            return None
-        return self._checked.get(call) or self._check_call(call, *plain, None, out_shape)
 
     def grad(self, name: str) -> Program | ProgramSum:
         """The derivative with respect to one factor, as a program of its own.

@@ -14,32 +14,33 @@ kinds that it was decided for, contiguous and unwritten, and the kernel for size
         return found(tensors, initial, indices, output)
 
 Where anything is otherwise it returns `None`, and `dispatch` finds the program, or the words for what is wrong.
-`call` is the same for a caller who has not found the sizes: it takes the output's shape, and reads the others itself.
+`call` is the same for a caller who has not found the sizes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.sized import WIDE
-from insum_nn.compiler.lang.bind import Bound, Extents, Layout
+from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import function_of_lines
+from insum_nn.compiler.lang.shapes import agreement_lines
 from insum_nn.compiler.runtime.execution import Executable, forgets_programs, generation
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
 from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.tensor_cache import builder_versions, unwritten
 
-__all__ = ["Run", "UnsizedCall"]
+__all__ = ["Call", "Run", "UnsizedCall", "nothing_printed"]
 
 Sizes = tuple[int, ...]
 Run = Callable[[Sequence[Tensor], Tensor | None, Sizes, Sizes], Tensor | None]
-Call = Callable[[Sequence[Tensor], Tensor | None, Sequence[int | None]], Tensor | None]
+Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
 # Kinds of sizes that are kept.
 _LIMIT = 64
 
@@ -58,9 +59,7 @@ class UnsizedCall:
     Attributes:
         run: runs it on tensors in the layout's order, with an initial value that may be of the last axes alone, on
             sizes that agree with them; it records no gradients, and returns `None` where it is not for these.
-        call: the same without known sizes: it reads them from the tensors and the given output shape, whose `None`
-            entries it infers, and returns `None` where they disagree. `None`: some index is an axis of no tensor,
-            nor of the output.
+        call: the same without known sizes: it finds them as `lang.shapes.agreement_of` does.
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class UnsizedCall:
     ) -> None:
         self.statement, self._find = bound.statement, find
         self.kernels: dict[object, Run] = {}
-        self.run: Run = _other
-        self.call: Call | None = None
+        self.run: Run = nothing_printed
+        self.call: Call = nothing_printed
         limits = limits_of(bound.statement)
         # What is left of all limits is kept by any tensors with cells that 32 bits address.
         checked = limits.steep or (limits.writes and not drop_outside) or any(least > 1 for _, _, least in limits.axes)
@@ -99,18 +98,18 @@ class UnsizedCall:
         given += [f"({_names('o', layout.output_places)}) = output"] if layout.output_places else []
         rest = _lines(bound, fixed, cuttable=cuttable)
         self.run = function_of_lines([*given, *rest], names, what)
-        found = _agreeing(layout)
-        if found is not None:
-            # A program may be bound to no tensor, and called on another device.
-            names |= {"gpu": tensors[0].is_cuda}
-            found += ["if t0.is_cuda is not gpu:", "    return None"]
-            self.call = function_of_lines([*found, *rest], names, what)
+        found, read = agreement_lines(bound.statement)
+        head = ["def call(tensors, initial, sizes, shape):", f"({_names('t', layout.tensors)}) = tensors"]
+        # A program may be bound to no tensor, and called on another device.
+        head += ["if t0.is_cuda is not gpu:", "    return None"]
+        own = [*head, *found, *given[2:], *rest]
+        self.call = function_of_lines(own, {**names, **read, "gpu": tensors[0].is_cuda}, what)
         forgets_programs(self)
 
     @property
     def printed(self) -> bool:
         """Whether `run` is for any call."""
-        return self.run is not _other
+        return self.run is not nothing_printed
 
     def clear(self) -> None:
         """Forget every kernel."""
@@ -123,7 +122,7 @@ class UnsizedCall:
         begun, extents = generation(), Extents(indices, output)
         initial = initial if initial is None else initial.expand(output)
         program = self._find(tensors, initial, extents)
-        settled, found = True, _other
+        settled, found = True, nothing_printed
         if isinstance(program, Executable) and isinstance(program.run, Generated):
             settled = not program.run.undecided(tensors)
             with messages_name(self.statement):
@@ -149,48 +148,13 @@ def _own_axes(initial: Tensor) -> int | None:
     return own if not any(initial.stride()[: initial.ndim - own]) else None
 
 
-def _other(tensors: Sequence[Tensor], initial: Tensor | None, indices: Sizes, output: Sizes) -> None:
-    """Something else runs these sizes."""
+def nothing_printed(*_: object) -> None:
+    """Something else runs these calls."""
 
 
 def _names(letter: str, all_of: Sequence[object]) -> str:
     """Return numbered names, each with a comma behind it."""
     return "".join(f"{letter}{n}, " for n in range(len(all_of)))
-
-
-def _agreeing(layout: Layout) -> list[str] | None:
-    """Return the first lines of `UnsizedCall.call`, which find what `run` is given; see `lang.shapes.agreement_of`.
-
-    `None`: nothing shows the extent of some index.
-    """
-    names = [[f"s{n}_{axis}" for axis in range(rank)] for n, rank in enumerate(layout.ranks)]
-    wrong: list[str] = []
-    hidden: list[str] = []
-    for place, (places, own) in enumerate(zip(layout.plain, layout.written, strict=True)):
-        for n, axis in places[1:]:
-            wrong.append(f"{names[n][axis]} != x{place}")
-        if places:
-            names[places[0][0]][places[0][1]] = f"x{place}"
-        elif own:
-            hidden.append(f"x{place} = o{own[0]}")
-        else:
-            return None
-    lines = ["def call(tensors, initial, shape):", f"({_names('t', layout.tensors)}) = tensors", "try:"]
-    lines += [f"    ({''.join(f'{name}, ' for name in each)}) = t{n}.shape" for n, each in enumerate(names)]
-    lines += [f"    ({_names('o', layout.output_places)}) = shape"]
-    lines += ["except ValueError:", "    return None", *hidden]
-    for axis, place in enumerate(layout.output_places):
-        if place is None or not layout.plain[place]:
-            wrong.append(f"type(o{axis}) is not int")
-            wrong += [] if place is None else [f"o{axis} != x{place}"]
-        else:
-            lines += [f"if o{axis} is None:", f"    o{axis} = x{place}"]
-            wrong.append(f"type(o{axis}) is not int or o{axis} != x{place}")
-    # Sizes below zero, which could make a product that is not, are of no tensor.
-    wrong += [f"o{axis} < 1" for axis, place in enumerate(layout.output_places) if place is None]
-    lines += [f"if {' or '.join(wrong)}:", "    return None"] if wrong else []
-    indices, output = _names("x", layout.indices), _names("o", layout.output_places)
-    return [*lines, f"indices = ({indices})", f"output = ({output})"]
 
 
 def _lines(bound: Bound, fixed: FixedExtents, *, cuttable: bool) -> list[str]:
