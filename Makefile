@@ -124,7 +124,7 @@ peers: $(READY) ## run the baselines' own tests that the package index has, on o
 
 # Collected separately: with --doctest-modules, pytest would import the tests' modules twice.
 doctest: $(READY) ## run the examples of the docstrings
-	$(TEST_ENV) $(PY) -m pytest -q --doctest-modules insum_nn
+	$(TEST_ENV) $(PY) -m pytest -q -n $(JOBS) --doctest-modules insum_nn
 
 lint: $(READY) ## style and changelog
 	$(PY) -m ruff check .

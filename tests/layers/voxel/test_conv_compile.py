@@ -164,7 +164,7 @@ def test_no_voxels_in_evaluation():
         SparseConv3d(4, 4, 1, 2, indice_key="d"), nn.BatchNorm1d(4), nn.ReLU(), SubMConv3d(4, 4, 3), ToDense()
     ).eval()
     x = SparseConvTensor(torch.randn(2, 4), lonely, SHAPE, 2)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert compiled(cloud()).shape == compiled(x).shape == model(x).shape
     torch.testing.assert_close(compiled(x), model(x))
 
