@@ -270,3 +270,20 @@ def test_a_forked_process_compiles_by_itself(tmp_path: Path):
     """In a new process: here other tests ran threads, which a fork does not survive."""
     environment = {**os.environ, "INSUM_NN_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], env=environment, check=True, timeout=100)
+
+
+@pytest.mark.parametrize("name", ["Y", "X"])
+def test_a_stack_of_matrices_is_not_multiplied_as_a_whole(name: str):
+    """An entry multiplies by the matrix that it selects, which is in a cache: one of eight, not all."""
+    sizes = {"t": 256, "k": 2, "c": 64, "o": 128}
+    drawn = {"G": torch.randn(256, 2), "X": torch.randn(256, 64), "W": torch.randn(8, 64, 128)}
+    drawn |= {"E": torch.randint(8, (256, 2)), "dY": torch.randn(256, 128)}
+    program = insum_nn.compile("Y[t,o] += G[t,k] * X[t,c] * W[E[t,k],c,o]")
+    program = program if name == "Y" else program.grad(name)
+    given = {n: t for n, t in drawn.items() if n in program.statement.tensors()}
+    shape = tuple(sizes[letter] for letter in ("to" if name == "Y" else "tc"))
+    assert program.explain(tensors=given, out_shape=shape).backend == "c"
+    selected = torch.einsum("tk,tkco->tco", drawn["G"], drawn["W"][drawn["E"]])
+    want = torch.einsum("to,tco->tc", drawn["dY"], selected) if name == "X" else None
+    want = torch.einsum("tc,tco->to", drawn["X"], selected) if want is None else want
+    torch.testing.assert_close(program(tensors=given, out_shape=shape), want, rtol=1e-4, atol=1e-3)

@@ -31,6 +31,7 @@ class Machine:
         single: the same, one by one.
         call: bytes that could be moved while a statement is launched.
         pairwise: factors are multiplied two at a time, and what is gathered is held in memory.
+        grouped: entries find the matrix that they select of a stack in a cache; see `passes.cpu.group_entries`.
         library: dense products are a library's, which is faster than a kernel over the blocks of a matrix.
     """
 
@@ -39,6 +40,7 @@ class Machine:
     call: float
     pairwise: bool
     library: bool = False
+    grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def machine_of(device_type: str, width: int, *, pairwise: bool, library: bool = 
     if device_type == "cpu":
         if pairwise:
             return Machine(_CPU_PER_BYTE[width], _CPU_SINGLE, _CPU_CALL, pairwise)
-        return Machine(_C_SINGLE, _C_SINGLE, _C_CALL, pairwise)
+        return Machine(_C_SINGLE, _C_SINGLE, _C_CALL, pairwise, grouped=True)
     return Machine(_GPU_PER_BYTE[width], _GPU_SINGLE, _GPU_CALL, pairwise, library)
 
 
@@ -125,6 +127,7 @@ class _Profile:
         names: of the factors.
         labels: the indices that each factor varies with.
         gathered: whether each is read through index tensors.
+        stacked: whether each is a stack of matrices, of which an entry selects one to sum over.
         written: the indices that the output varies with.
         scattered: the output is addressed by more than indices of its own.
         index_tensors: their names.
@@ -134,15 +137,19 @@ class _Profile:
     names: tuple[str, ...]
     labels: tuple[Labels, ...]
     gathered: tuple[bool, ...]
+    stacked: tuple[bool, ...]
     written: Labels
     scattered: bool
     index_tensors: tuple[str, ...]
     blocks: Labels
 
-    def read(self, sizes: Sizes, gathered: Callable[[Labels], float]) -> float:
-        """Cells that the factors are read as."""
-        each = zip(self.names, self.labels, self.gathered, strict=True)
-        return sum(gathered(own) if indirect else math.prod(sizes.shapes[name]) for name, own, indirect in each)
+    def read(self, sizes: Sizes, gathered: Callable[[Labels], float], *, grouped: bool = False) -> float:
+        """Cells that the factors are read as; of a stack its own, where entries are grouped."""
+        total = 0.0
+        for name, own, indirect, stack in zip(self.names, self.labels, self.gathered, self.stacked, strict=True):
+            cells = float(math.prod(sizes.shapes[name]))
+            total += min(cells, gathered(own)) if stack and grouped else gathered(own) if indirect else cells
+        return total
 
 
 @lru_cache(maxsize=4096)
@@ -153,6 +160,7 @@ def _profile(statement: Statement) -> _Profile:
         tuple(access.name for access in reads),
         tuple(frozenset(labels_of(access)) for access in reads),
         tuple(_gathers(access) for access in reads),
+        tuple(_is_stack(access, frozenset(labels_of(output))) for access in reads),
         frozenset(labels_of(output)),
         None in plain or len(set(plain)) < len(plain),
         statement.index_tensors(),
@@ -162,6 +170,13 @@ def _profile(statement: Statement) -> _Profile:
 
 def _gathers(access: Access) -> bool:
     return any(True for _ in access.nested())
+
+
+def _is_stack(access: Access, written: Labels) -> bool:
+    """Whether an entry selects a matrix of a factor, whose rows or columns are summed over."""
+    plain = [subscript.plain for subscript in access.subscripts]
+    summed = any(index is not None and index not in written for index in plain)
+    return len(plain) > 2 and plain.count(None) == 1 and summed
 
 
 def _block_indices(statement: Statement) -> Labels:
@@ -221,7 +236,7 @@ def _at_once(profile: _Profile, sizes: Sizes, machine: Machine, runs: Labels) ->
         cells = sum(float(math.prod(sizes.shapes[name])) for name in profile.names)
         return cells, products, products / (machine.per_byte * rate)
     rate = machine.per_byte if _is_matrix_product(profile.labels, profile.written - runs) else machine.single
-    return profile.read(sizes, sizes.terms), products, products / rate
+    return profile.read(sizes, sizes.terms, grouped=machine.grouped), products, products / rate
 
 
 def _is_matrix_product(labels: Sequence[Labels], written: Labels) -> bool:
