@@ -287,3 +287,23 @@ def test_a_stack_of_matrices_is_not_multiplied_as_a_whole(name: str):
     want = torch.einsum("to,tco->tc", drawn["dY"], selected) if name == "X" else None
     want = torch.einsum("tc,tco->to", drawn["X"], selected) if want is None else want
     torch.testing.assert_close(program(tensors=given, out_shape=shape), want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_large_call_waits_for_the_compiler(recorded: bool, large: bool, monkeypatch: pytest.MonkeyPatch):
+    """Library calls would take longer, and hold what they gather."""
+    waited: list[c_program.CProgram] = []
+    wait = c_program.CProgram.wait
+    monkeypatch.setattr(c_program.CProgram, "wait", lambda self: (waited.append(self), wait(self))[1])
+    monkeypatch.setattr(c_program, "background", lambda: True)
+    # 300 terms of five columns, of one statement and of two gradients.
+    monkeypatch.setattr(c_program, "_LARGE", 1499 if large else 3000)
+    insum_nn.clear_cache()
+    given = entries(count=300)
+    leaves = [given[name].requires_grad_(recorded) for name in ("Val", "B")]
+    y = insum(SPMM, tensors=given, out_shape=(20, None))
+    torch.testing.assert_close(y, oracle(given))
+    if recorded:
+        torch.autograd.grad(y.sum(), leaves)
+    assert len(waited) == (1 + recorded if large else 0)

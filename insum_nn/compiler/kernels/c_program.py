@@ -65,6 +65,8 @@ _ENTRY = "insum"
 _DIVIDED = 1 << 16
 # Calls by library calls before a program is compiled: most statements of a process run once.
 _PATIENCE = 1
+# Multiplications from which library calls take longer than the compiler does.
+_LARGE = 1 << 28
 # Terms of static tables in one statement: Python prints a thousand in a second, and compilers take longer. Of more than
 # these a call does not wait for either.
 _MOST_TERMS, _SOON = 1280, 192
@@ -228,13 +230,15 @@ class CProgram:
         for each in self._functions:
             each.request()
 
-    def called(self, *, wait: bool) -> bool:
+    def called(self, extents: Sequence[Sizes], *, wait: bool) -> bool:
         """Whether all is compiled that `body` calls; a statement that runs again is, after a while or at once.
 
-        `wait`: library calls must not serve in the meantime, as they round otherwise.
+        Args:
+            extents: those of each statement of the call.
+            wait: library calls must not serve in the meantime, as they round otherwise.
         """
         self._calls += 1
-        if wait or not background():
+        if wait or not background() or sum(map(math.prod, extents)) > _LARGE:
             self.wait()
         elif self._calls > _PATIENCE:
             self.request()
@@ -257,7 +261,7 @@ class CProgram:
 
         def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             nonlocal slow
-            if self.compiled or self.called(wait=wait):
+            if self.compiled or self.called(indices, wait=wait):
                 return self.body(tensors, indices, output, initial)[0]
             slow = slow or library()
             return slow(tensors, initial)

@@ -209,7 +209,7 @@ class Artifact:
         def run(
             pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
         ) -> tuple[Tensor, ...] | None:
-            if not program.compiled and (alone or not program.called(wait=wait)):
+            if not program.compiled and (alone or not program.called(extents, wait=wait)):
                 return None
             self.bodies[key] = program.body
             return program.body(pool, extents, shapes, initial)
