@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -65,7 +64,6 @@ from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
 from insum_nn.errors import InsumDtypeError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
-from insum_nn.tensor_cache import insert
 
 __all__ = [
     "LONG_SUM",
@@ -75,7 +73,6 @@ __all__ = [
     "BoundSums",
     "Explanation",
     "JointSums",
-    "PositionalProgram",
     "Program",
     "ProgramSum",
     "StatementCall",
@@ -112,7 +109,6 @@ __all__ = [
     "panel",
     "paths_are_products",
     "pays_between",
-    "positional_program",
     "product_dtype",
     "recorded",
     "records_graph",
@@ -211,35 +207,6 @@ def built_program(
     True
     """
     return compile_built(expression, sizes=dict(sizes), facts=facts, options=options)
-
-
-# A program that takes all its tensors by position, and what puts those that are given into its order.
-PositionalProgram = tuple[BoundProgram, Callable[[Sequence[Tensor]], Sequence[Tensor]]]
-# With facts and options, which live as long, so that their identities do.
-_positional: dict[object, tuple[PositionalProgram, NamedFacts, Options]] = {}
-_MOST_POSITIONAL = 1024
-
-
-def positional_program(
-    expression: str, facts: NamedFacts, options: Options, dtype: torch.dtype, operands: tuple[str, ...]
-) -> PositionalProgram:
-    """`built_program` with no tensor bound, for tensors that come in the order of `operands`.
-
-    It is found by the identities of facts and options, which takes less time than their hashes do. One serves one
-    dtype, as it remembers what ran it last.
-
-    >>> program, arrange = positional_program("y[i] += A[i,j] * x[j]", NamedFacts(), DEFAULT, torch.float32, ("x", "A"))
-    >>> program(*arrange((torch.tensor([3.0, 4.0]), torch.eye(2))), out_shape=(2,)).tolist()
-    [3.0, 4.0]
-    """
-    key = (expression, id(facts), id(options), dtype, operands)
-    found = _positional.get(key)
-    if found is None:
-        program = built_program(expression, facts, options).bind({})
-        arrange = itemgetter(*[operands.index(name) for name in program.names])
-        found = (program, arrange), facts, options
-        insert(_positional, key, found, _MOST_POSITIONAL)
-    return found[0]
 
 
 def insum(

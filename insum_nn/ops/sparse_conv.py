@@ -20,7 +20,9 @@ The table holds every pair of any map: at one offset an output has at most one i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from operator import itemgetter
 from typing import Literal, cast
 
 import torch
@@ -29,14 +31,13 @@ from torch import Tensor
 from insum_nn.compiler.api import (
     BoundProgram,
     BoundSums,
-    PositionalProgram,
+    built_program,
     by_table,
     is_plain_eager,
     keep_bitmasks,
     keep_lengths,
     multilinear,
     pairs_are_faster,
-    positional_program,
 )
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
@@ -279,8 +280,10 @@ def _check_weight(
 # Over the table.
 
 Kind = Literal["Out", "In", "W"]
+# A program that takes all its tensors by position, and what puts them into its order.
+_Program = tuple[BoundProgram, Callable[[Sequence[Tensor]], Sequence[Tensor]]]
 # A statement over a map: its program, its index tensors, and its output's shape.
-_Bound = tuple[PositionalProgram, tuple[Tensor, ...], tuple[int | None, ...]]
+_Bound = tuple[_Program, tuple[Tensor, ...], tuple[int | None, ...]]
 
 # For each result, the two tensors that are contracted.
 _OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
@@ -378,7 +381,7 @@ class _Kept:
 
     def __init__(self, options: Options) -> None:
         self.options, self.sent = options, False
-        self.calls: dict[tuple[Kind, IndexForm, torch.dtype], _Bound] = {}
+        self.calls: dict[tuple[Kind, IndexForm], _Bound] = {}
 
 
 class _Conv(BoundSums):
@@ -409,7 +412,7 @@ class _Conv(BoundSums):
             elif kind != "W":
                 # The cells of the weight's kernel as one axis, as the statement reads them.
                 b = b.flatten(1, -2)
-        key = (kind, form, a.dtype)
+        key = (kind, form)
         found = self.kept.calls.get(key)
         if found is None:
             found = self.kept.calls[key] = _bound(*key, self.kernel_map, self.groups, self.options)
@@ -430,9 +433,7 @@ class _Conv(BoundSums):
         return _split(a, groups), cells if groups == 1 else cells.unflatten(0, (groups, cells.shape[0] // groups))
 
 
-def _bound(
-    kind: Kind, form: IndexForm, dtype: torch.dtype, kernel_map: KernelMap, groups: int, options: Options
-) -> _Bound:
+def _bound(kind: Kind, form: IndexForm, kernel_map: KernelMap, groups: int, options: Options) -> _Bound:
     if kind == "W":
         shape = (*_AXES[int(groups > 1)], kernel_map.geometry.volume, None)
     else:
@@ -449,6 +450,11 @@ def _bound(
             keep_bitmasks(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    facts, operands = _KNOWN[form], _NAMES[kind, form]
-    found = positional_program(_STATEMENTS[kind, groups > 1, form], facts, options, dtype, operands)
-    return found, tuple([indices[name] for name in facts]), shape
+    return _program(kind, form, groups > 1, options), tuple([indices[name] for name in _KNOWN[form]]), shape
+
+
+@lru_cache(maxsize=256)
+def _program(kind: Kind, form: IndexForm, grouped: bool, options: Options) -> _Program:
+    program = built_program(_STATEMENTS[kind, grouped, form], _KNOWN[form], options).unbound
+    operands = _NAMES[kind, form]
+    return program, itemgetter(*[operands.index(name) for name in program.names])
