@@ -188,7 +188,7 @@ def test_library_calls_serve_until_the_function_is_compiled(monkeypatch: pytest.
     assert own.compiled
     # The next process finds it on disk.
     function = next(each for each in waiting if each.text == own.text)
-    assert c_compiler.CFunction(own.text, "insum", function.pointers, function.integers).find()
+    assert c_compiler.CFunction(own.text, "insum", function.arguments).find()
 
 
 def test_deterministic_calls_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -83,19 +84,20 @@ def background() -> bool:
 
 
 class CFunction:
-    """A function of a C text, whose arguments are pointers and then integers.
+    """A function of a C text, which is given a row of pointers and integers: to pass each one by one takes longer.
 
     Attributes:
         text: the C text.
         name: the function's name in it.
-        run: the function; `None`: it is not compiled yet, or could not be.
+        arguments: how many pointers and integers it is given.
+        run: the function of these; `None`: it is not compiled yet, or could not be.
         error: why it could not be compiled; empty where it could, or nothing was tried yet.
     """
 
-    __slots__ = ("_compiled", "_workers", "error", "integers", "name", "pointers", "run", "text")
+    __slots__ = ("_compiled", "_workers", "arguments", "error", "name", "run", "text")
 
-    def __init__(self, text: str, name: str, pointers: int, integers: int) -> None:
-        self.text, self.name, self.pointers, self.integers = text, name, pointers, integers
+    def __init__(self, text: str, name: str, arguments: int) -> None:
+        self.text, self.name, self.arguments = text, name, arguments
         self.run: Any = None
         self.error = ""
         self._workers: _Workers | None = None
@@ -154,8 +156,9 @@ class CFunction:
     def _load(self, path: str) -> None:
         function = ctypes.CDLL(path)[self.name]
         function.restype = ctypes.c_int
-        function.argtypes = [ctypes.c_void_p] * self.pointers + [ctypes.c_long] * self.integers
-        self.run = function
+        function.argtypes = [ctypes.c_char_p]
+        row = struct.Struct(f"{self.arguments}q").pack
+        self.run = lambda *arguments: function(row(*arguments))
         self._compiled.set()
 
 

@@ -211,7 +211,7 @@ class CProgram:
             printed = _Printed(parts, own, self.kernels, self._indices, self._tensors)
             pieces = dict.fromkeys(piece for kernel in self.kernels for piece in kernel.prelude.split(PIECES))
             text = PIECES.join([*pieces, *(kernel.text for kernel in self.kernels), printed.entry])
-            function = CFunction(text, _ENTRY, printed.pointers, printed.integers)
+            function = CFunction(text, _ENTRY, printed.given)
             self._functions = [function, *(each for dtype in printed.sorted for each in sorting(dtype))]
             self.host = "\n".join(printed.lines)
             names = {**printed.names, "run": self._run, "threads": torch.get_num_threads}
@@ -385,9 +385,11 @@ class _Printed:
         passed = [*(f"{name}.data_ptr()" for name in self.arguments), *self.numbers]
         results = "".join(f"out{n}, " for n in given)
         self.lines += [f"if run({', '.join(passed)}):", "    raise MemoryError", f"return {results}"]
-        self.pointers, self.integers = len(self.arguments), len(self.numbers)
-        head = [*(f"void *{p}" for p in self.arguments.values()), *(f"long {n}" for n in self.numbers.values())]
-        self.entry = f"int {_ENTRY}({', '.join(head)}) {{\n  return {' || '.join(self.calls)};\n}}\n"
+        self.given = len(passed)
+        head = [f"  void *{p} = (void *)given[{n}];" for n, p in enumerate(self.arguments.values())]
+        head += [f"  const long {each} = given[{n}];" for n, each in enumerate(self.numbers.values(), len(head))]
+        lines = [f"int {_ENTRY}(const long *given) {{", *head, f"  return {' || '.join(self.calls)};", "}\n"]
+        self.entry = "\n".join(lines)
 
     def argument(self, name: str) -> str:
         return self.arguments.setdefault(name, f"p{len(self.arguments)}")

@@ -18,7 +18,10 @@ from insum_nn.tensor_cache import forgets
 __all__ = ["Entries", "clear_entries", "entries_of", "order_of", "seen", "sorting"]
 
 _TEXT = """\
-void sort(const {type} *x, int *begin, int *order, long n, long rows) {{
+void sort(const long *given) {{
+  const {type} *x = (void *)given[0];
+  int *begin = (void *)given[1], *order = (void *)given[2];
+  const long n = given[3], rows = given[4];
   for (long i = 0; i <= rows; i++) begin[i] = 0;
   for (long i = 0; i < n; i++) if (x[i] >= 0) begin[x[i] + 1]++;
   for (long i = 0; i < rows; i++) begin[i + 1] += begin[i];
@@ -26,7 +29,10 @@ void sort(const {type} *x, int *begin, int *order, long n, long rows) {{
   for (long i = rows; i > 0; i--) begin[i] = begin[i - 1];
   begin[0] = 0;
 }}
-void range(const {type} *x, long *found, long n) {{
+void range(const long *given) {{
+  const {type} *x = (void *)given[0];
+  long *found = (void *)given[1];
+  const long n = given[2];
   {type} low = x[0], high = x[0];
   for (long i = 1; i < n; i++) {{ low = x[i] < low ? x[i] : low; high = x[i] > high ? x[i] : high; }}
   found[0] = low; found[1] = high;
@@ -39,7 +45,7 @@ _TYPES = {torch.int32: "int", torch.int64: "long"}
 def sorting(dtype: torch.dtype) -> tuple[CFunction, CFunction]:
     """The functions that sort entries of a dtype, and find their range."""
     text = _TEXT.format(type=_TYPES[dtype])
-    return CFunction(text, "sort", 3, 2), CFunction(text, "range", 2, 1)
+    return CFunction(text, "sort", 5), CFunction(text, "range", 3)
 
 
 class Entries:
