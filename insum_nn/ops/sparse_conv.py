@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from operator import itemgetter
 from typing import Literal, cast
 
@@ -280,10 +279,10 @@ def _check_weight(
 # Over the table.
 
 Kind = Literal["Out", "In", "W"]
-# A program that takes all its tensors by position, and what puts them into its order.
-_Program = tuple[BoundProgram, Callable[[Sequence[Tensor]], Sequence[Tensor]]]
+# Puts tensors into the order in which a program takes them by position.
+_Arrange = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # A statement over a map: its program, its index tensors, and its output's shape.
-_Bound = tuple[_Program, tuple[Tensor, ...], tuple[int | None, ...]]
+_Bound = tuple[BoundProgram, _Arrange, tuple[Tensor, ...], tuple[int | None, ...]]
 
 # For each result, the two tensors that are contracted.
 _OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
@@ -412,11 +411,10 @@ class _Conv(BoundSums):
             elif kind != "W":
                 # The cells of the weight's kernel as one axis, as the statement reads them.
                 b = b.flatten(1, -2)
-        key = (kind, form)
-        found = self.kept.calls.get(key)
+        found = self.kept.calls.get((kind, form))
         if found is None:
-            found = self.kept.calls[key] = _bound(*key, self.kernel_map, self.groups, self.options)
-        (program, arrange), indices, shape = found
+            found = self.kept.calls[kind, form] = _bound(kind, form, self.kernel_map, self.groups, self.options)
+        program, arrange, indices, shape = found
         return program, arrange((a, b, *indices)), shape, None
 
     def result(self, requested: str, written: Tensor) -> Tensor:
@@ -450,11 +448,6 @@ def _bound(kind: Kind, form: IndexForm, kernel_map: KernelMap, groups: int, opti
             keep_bitmasks(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    return _program(kind, form, groups > 1, options), tuple([indices[name] for name in _KNOWN[form]]), shape
-
-
-@lru_cache(maxsize=256)
-def _program(kind: Kind, form: IndexForm, grouped: bool, options: Options) -> _Program:
-    program = built_program(_STATEMENTS[kind, grouped, form], _KNOWN[form], options).unbound
-    operands = _NAMES[kind, form]
-    return program, itemgetter(*[operands.index(name) for name in program.names])
+    program = built_program(_STATEMENTS[kind, groups > 1, form], _KNOWN[form], options).unbound
+    arrange = itemgetter(*map(_NAMES[kind, form].index, program.names))
+    return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape

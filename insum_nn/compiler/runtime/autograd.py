@@ -290,12 +290,7 @@ def _registered(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, e
 
 
 def apply(
-    spec: Spec,
-    tensors: Sequence[Tensor],
-    initial: Tensor | None,
-    extents: Extents,
-    *,
-    plain: bool = False,
+    spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, *, plain: bool = False
 ) -> Tensor:
     """Run a program, recording what its gradients need.
 
@@ -340,12 +335,7 @@ def _learned(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _finished(
-    spec: Spec,
-    tensors: Sequence[Tensor],
-    initial: Tensor | None,
-    extents: Extents,
-    *,
-    traced: bool,
+    spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, *, traced: bool
 ) -> Tensor:
     """`apply` for a sum that is activated or cast.
 
