@@ -28,7 +28,8 @@ def test_a_sample_keeps_the_first_and_the_last_parameter_set():
 
 
 def test_every_change_is_checked_against_them():
-    assert "make peers" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith("make ") and " peers " in line for line in lines)
     assert all(NOT_RUN.values())
 
 

@@ -90,14 +90,16 @@ class CFunction:
         text: the C text.
         name: the function's name in it.
         arguments: how many pointers and integers it is given.
-        run: the function of these; `None`: it is not compiled yet, or could not be.
+        row: makes the row of them.
+        run: the function of a row; `None`: it is not compiled yet, or could not be.
         error: why it could not be compiled; empty where it could, or nothing was tried yet.
     """
 
-    __slots__ = ("_compiled", "_workers", "arguments", "error", "name", "run", "text")
+    __slots__ = ("_compiled", "_workers", "arguments", "error", "name", "row", "run", "text")
 
     def __init__(self, text: str, name: str, arguments: int) -> None:
         self.text, self.name, self.arguments = text, name, arguments
+        self.row = struct.Struct(f"{arguments}q").pack
         self.run: Any = None
         self.error = ""
         self._workers: _Workers | None = None
@@ -157,8 +159,7 @@ class CFunction:
         function = ctypes.CDLL(path)[self.name]
         function.restype = ctypes.c_int
         function.argtypes = [ctypes.c_char_p]
-        row = struct.Struct(f"{self.arguments}q").pack
-        self.run = lambda *arguments: function(row(*arguments))
+        self.run = function
         self._compiled.set()
 
 

@@ -8,7 +8,7 @@
         ...
         begin0, order0 = order_of(t2, s0_0)
         out0 = empty((s0_0, s0_1), dtype=dtype0)
-        run(t0.data_ptr(), t1.data_ptr(), begin0.data_ptr(), order0.data_ptr(), out0.data_ptr(), e0_0, e0_1, 1)
+        run(row(t0.data_ptr(), t1.data_ptr(), begin0.data_ptr(), order0.data_ptr(), out0.data_ptr(), e0_0, e0_1, 1))
         return out0,
 
 Nothing of it depends on sizes or on index tensors, but for the extents that are compiled in.
@@ -214,7 +214,7 @@ class CProgram:
             function = CFunction(text, _ENTRY, printed.given)
             self._functions = [function, *(each for dtype in printed.sorted for each in sorting(dtype))]
             self.host = "\n".join(printed.lines)
-            names = {**printed.names, "run": self._run, "threads": torch.get_num_threads}
+            names = {**printed.names, "run": self._run, "row": function.row, "threads": torch.get_num_threads}
             names |= {"entries_of": entries_of, "order_of": order_of}
             names |= {"empty": torch.empty, "zeros": torch.zeros}
             self._names = names
@@ -384,7 +384,7 @@ class _Printed:
             self.calls.append(f"{kernel.name}({', '.join([*pointers, *numbers])})")
         passed = [*(f"{name}.data_ptr()" for name in self.arguments), *self.numbers]
         results = "".join(f"out{n}, " for n in given)
-        self.lines += [f"if run({', '.join(passed)}):", "    raise MemoryError", f"return {results}"]
+        self.lines += [f"if run(row({', '.join(passed)})):", "    raise MemoryError", f"return {results}"]
         self.given = len(passed)
         head = [f"  void *{p} = (void *)given[{n}];" for n, p in enumerate(self.arguments.values())]
         head += [f"  const long {each} = given[{n}];" for n, each in enumerate(self.numbers.values(), len(head))]

@@ -62,15 +62,15 @@ class Entries:
 
     def __init__(self, tensor: Tensor) -> None:
         self.orders: dict[int, tuple[Tensor, Tensor]] = {}
-        find = sorting(tensor.dtype)[1].run
+        find = sorting(tensor.dtype)[1]
         if tensor.numel() == 0:
             self.low, self.high = 0, -1
-        elif find is None:
+        elif find.run is None:
             stats = stats_of(tensor)
             self.low, self.high = stats.smallest, stats.largest
         else:
             flat, found = tensor.contiguous(), torch.empty(2, dtype=torch.int64, device="cpu")
-            find(flat.data_ptr(), found.data_ptr(), flat.numel())
+            find.run(find.row(flat.data_ptr(), found.data_ptr(), flat.numel()))
             self.low, self.high = found.tolist()
 
 
@@ -112,8 +112,8 @@ def order_of(entries: Entries, tensor: Tensor, rows: int) -> tuple[Tensor, Tenso
     if found is None:
         begin = torch.empty(rows + 1, dtype=torch.int32, device="cpu")
         order = torch.empty(tensor.numel(), dtype=torch.int32, device="cpu")
-        sort = sorting(tensor.dtype)[0].run
-        sort(tensor.data_ptr(), begin.data_ptr(), order.data_ptr(), tensor.numel(), rows)
+        sort = sorting(tensor.dtype)[0]
+        sort.run(sort.row(tensor.data_ptr(), begin.data_ptr(), order.data_ptr(), tensor.numel(), rows))
         found = entries.orders[rows] = begin, order
     return found
 
