@@ -92,6 +92,8 @@ def unwatched() -> AbstractContextManager[object]:
 def statement_calls(function: Callable[[], object]) -> list[StatementCall]:
     """Call a function, and return the statements that it ran in this thread, in order.
 
+    The gradients of a statement are listed only where a layer computes them by statements of its own.
+
     >>> from insum_nn.compiler.runtime.program import Program
     >>> import torch
     >>> calls = statement_calls(lambda: Program("y[i] += x[i]")(x=torch.ones(2)))
