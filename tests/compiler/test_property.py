@@ -155,7 +155,7 @@ def leaves(program: RandomProgram, most: int) -> tuple[Callable[..., Tensor], tu
 
 @pytest.mark.parametrize("number", range(5))
 def test_gradients(number: int):
-    """First and second derivatives of 300 programs; a program of no small tensors is no case."""
+    """First and second derivatives of 200 programs; a program of no small tensors is no case."""
     checked = 0
     for program in batch(number, GRADIENT_BATCH, profile="smooth"):
         case = leaves(program, 100)

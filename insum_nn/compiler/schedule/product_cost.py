@@ -155,13 +155,13 @@ class _Profile:
 @lru_cache(maxsize=4096)
 def _profile(statement: Statement) -> _Profile:
     reads, output = statement.reads, statement.output
-    plain = [subscript.plain for subscript in output.subscripts]
+    plain, written = [subscript.plain for subscript in output.subscripts], frozenset(labels_of(output))
     return _Profile(
         tuple(access.name for access in reads),
         tuple(frozenset(labels_of(access)) for access in reads),
         tuple(_gathers(access) for access in reads),
-        tuple(_is_stack(access, frozenset(labels_of(output))) for access in reads),
-        frozenset(labels_of(output)),
+        tuple(_is_stack(access, written) for access in reads),
+        written,
         None in plain or len(set(plain)) < len(plain),
         statement.index_tensors(),
         _block_indices(statement),
