@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -296,13 +296,12 @@ class BlockColumns(BoundSums):
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int, ...], Hashable]:
+    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int, ...]]:
         """Return the statement of the tensor of that name, and what it reads."""
         a, b = operands
         named, shape = self._arranged(requested, a, b, made)
-        key = (shape, self.row.shape, self.row.dtype, a.shape, b.shape, a.dtype, a.device)
         product = built_program(COLUMNS[requested], COLUMNS_FACTS, self.options).unbound
-        return product, [named[name] for name in product.names], shape, key
+        return product, [named[name] for name in product.names], shape
 
     def result(self, requested: str, written: Tensor) -> Tensor:
         """Return it as a layer has it."""
@@ -335,9 +334,5 @@ def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False
     # torch's own transposing copy reaches a fifth of the memory's bandwidth.
     count, columns = samples.shape
     transposed = built_program(TRANSPOSED, _NO_FACTS, options)
-    if alone:
-        key = (samples.shape, samples.dtype, samples.device)
-        turned = transposed.unbound(samples, out_shape=(columns, count), key=key)
-    else:
-        turned = transposed(X=samples)
+    turned = transposed.unbound.run_plain((samples,), (columns, count)) if alone else transposed(X=samples)
     return turned.view(blocks, columns // blocks, count)

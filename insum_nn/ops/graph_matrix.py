@@ -300,17 +300,14 @@ class _Sums(BoundSums):
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...], Hashable]:
+    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...]]:
         graph, options, (a, b) = self.graph, fixed_order(self.options), operands
         if requested == "Val":
-            key = (a.shape, b.shape, a.dtype, b.dtype, a.device, b.device)
-            return graph.by_row.bound(COMPARE, options), operands, (graph.num_entries, 1), key
+            return graph.by_row.bound(COMPARE, options), operands, (graph.num_entries, 1)
         transposed = requested == "X"
         grouped = graph.grouped(transposed)
-        # The rest of the call's sizes follows from the graph and the direction.
-        key = (b.shape, b.dtype, b.device)
         values, columns = (grouped.spread(a), None) if made is None else (graph.spread(a, transposed), b.shape[1])
-        return grouped.bound(CARRY, options), (values, b), (graph.num_nodes, columns), key
+        return grouped.bound(CARRY, options), (values, b), (graph.num_nodes, columns)
 
     def result(self, requested: str, written: Tensor) -> Tensor:
         return written.squeeze(1) if requested == "Val" else written

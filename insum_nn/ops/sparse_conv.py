@@ -394,7 +394,7 @@ class _Conv(BoundSums):
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...], None]:
+    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...]]:
         kind, (a, b) = cast("Kind", requested), operands
         if made is None:
             form: IndexForm = "pairs"
@@ -415,7 +415,7 @@ class _Conv(BoundSums):
         if found is None:
             found = self.kept.calls[kind, form] = _bound(kind, form, self.kernel_map, self.groups, self.options)
         program, arrange, indices, shape = found
-        return program, arrange((a, b, *indices)), shape, None
+        return program, arrange((a, b, *indices)), shape
 
     def result(self, requested: str, written: Tensor) -> Tensor:
         if requested == "W":

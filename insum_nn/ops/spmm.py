@@ -140,7 +140,7 @@ class _Product:
             result = self.program(tensors={**self.index, "Val": values, "B": operand}, out_shape=shape)
         else:
             pair = (values, operand) if self.bound.names[0] == "Val" else (operand, values)
-            result = self.bound(*pair, out_shape=shape, key=(n, values.dtype))
+            result = self.bound.run_plain(pair, shape)
         if not blocks:
             return result
         result = result.reshape(self.padded, n)

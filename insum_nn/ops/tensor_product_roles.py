@@ -187,7 +187,7 @@ class _Step:
         initial = None if initial is None else initial.reshape(shape)
         if key is not None and "Src" not in operands and sums is None:
             found = [read(operands) for read in self.reads.values()]
-            return self.bound(*found, out_shape=shape, initial=initial, key=key)
+            return self.bound.run_plain(found, shape, initial)
         named = self.named(operands)
         if traced:
             named |= {name: graph_constant(table) for name, table in self.tables.items()}

@@ -1,4 +1,4 @@
-"""What is made of the entries of an index tensor on a CPU: their range, and their order by value, read once in C.
+"""What is made of the entries of an index tensor: their range, and on a CPU their order by value, read once in C.
 
 Both are kept for as long as the tensor lives and is not written to.
 """
@@ -33,9 +33,11 @@ void range(const long *given) {{
   const {type} *x = (void *)given[0];
   long *found = (void *)given[1];
   const long n = given[2];
-  {type} low = x[0], high = x[0];
-  for (long i = 1; i < n; i++) {{ low = x[i] < low ? x[i] : low; high = x[i] > high ? x[i] : high; }}
-  found[0] = low; found[1] = high;
+  {type} low = x[0], high = x[0], falls = 0;
+  for (long i = 1; i < n; i++) {{
+    low = x[i] < low ? x[i] : low; high = x[i] > high ? x[i] : high; falls |= x[i] < x[i - 1];
+  }}
+  found[0] = low; found[1] = high; found[2] = !falls;
 }}
 """
 _TYPES = {torch.int32: "int", torch.int64: "long"}
@@ -55,23 +57,23 @@ class Entries:
         ref: the tensor.
         version: its version.
         low, high: smallest and largest entry; 0 and -1 without entries.
+        ascending: none is missing, and none is smaller than the one before it.
         orders: by number of rows, what `order_of` returns.
     """
 
-    __slots__ = ("__weakref__", "high", "low", "orders", "ref", "version")
+    __slots__ = ("__weakref__", "ascending", "high", "low", "orders", "ref", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.orders: dict[int, tuple[Tensor, Tensor]] = {}
-        find = sorting(tensor.dtype)[1]
-        if tensor.numel() == 0:
-            self.low, self.high = 0, -1
-        elif find.run is None:
+        find = sorting(tensor.dtype)[1] if tensor.is_cpu else None
+        if find is None or find.run is None or tensor.numel() == 0:
             stats = stats_of(tensor)
-            self.low, self.high = stats.smallest, stats.largest
+            self.low, self.high, ascending = stats.smallest, stats.largest, stats.ascending
         else:
-            flat, found = tensor.contiguous(), torch.empty(2, dtype=torch.int64, device="cpu")
+            flat, found = tensor.contiguous(), torch.empty(3, dtype=torch.int64, device="cpu")
             find.run(find.row(flat.data_ptr(), found.data_ptr(), flat.numel()))
-            self.low, self.high = found.tolist()
+            self.low, self.high, ascending = found.tolist()
+        self.ascending = bool(ascending) and self.low >= 0
 
 
 seen: dict[int, Entries] = {}
@@ -79,7 +81,7 @@ seen: dict[int, Entries] = {}
 
 
 def entries_of(tensor: Tensor) -> Entries:
-    """Return what is known of an index tensor on a CPU, read now if it is new or was written to."""
+    """Return what is known of an index tensor, read now if it is new or was written to."""
     key = id(tensor)
     found = seen.get(key)
     if found is not None and found.ref() is tensor and found.version == tensor._version:

@@ -23,7 +23,7 @@ from insum_nn.compiler.kernels.row_partition import (
     partition_for,
     partition_of,
 )
-from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
+from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel, reach_of, strides_of
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule.build_once import BuildOnce
@@ -35,9 +35,9 @@ from insum_nn.facts import StaticTable
 
 __all__ = ["Generated"]
 
-Finder = Callable[
-    [Sequence[Tensor], Tensor | None, tuple[int, ...], tuple[int, ...]], tuple[UnsizedKernel, RowPartition | None]
-]
+Sizes = tuple[int, ...]
+# The tensors, the extents and the output's shape of one statement, and its initial value.
+Run = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...]]
 # Kernels prepared for one program, by sizes and memory layout; a run over ever new sizes must not grow without bound.
 _LIMIT = 128
 
@@ -103,58 +103,25 @@ class Generated:
         self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
         """What runs the statement on tensors of these shapes."""
-        find, indices, output = self._finder(tensors, extents, initial), extents.indices, extents.output
-
-        def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            if initial is not None:
-                initial = initial.detach()
-            kernel, partition = find(tensors, initial, indices, output)
-            return kernel.call(tensors, initial, indices, output, partition)
-
-        return run
+        run, indices, shapes = self.at(tensors, extents, initial), (extents.indices,), (extents.output,)
+        return lambda tensors, initial: run(tensors, indices, shapes, initial)[0]
 
     def prepare_all(self, tensors: Sequence[Tensor], extents: Extents) -> Callable[[Sequence[Tensor]], list[Tensor]]:
         """What makes the output and all further ones on tensors of these shapes."""
-        find, indices, output = self._finder(tensors, extents, None), extents.indices, extents.output
+        run, indices, shapes = self.at(tensors, extents, None), (extents.indices,), (extents.output,)
+        return lambda tensors: [*run(tensors, indices, shapes, None)]
 
-        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            kernel, partition = find(tensors, None, indices, output)
-            additional = kernel.additional(tensors, partition)
-            return [kernel.call(tensors, None, indices, output, partition, additional), *additional]
+    def at(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
+        """What makes the output and all further ones at all sizes that share a schedule with these.
 
-        return run
-
-    def at(
-        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
-    ) -> Callable[[Sequence[Tensor], Tensor | None, tuple[int, ...], tuple[int, ...]], Tensor]:
-        """What runs the statement at all sizes that share a schedule with these.
-
-        What it runs on is contiguous, and of sizes for which 32 bits address every cell; `initial` is as it is here.
+        They need as many bits for the offsets in contiguous tensors.
         """
-        find = self._finder(tensors, extents, initial, contiguous=True)
-        if self.form.row_index is None:
-            return find(tensors, initial, extents.indices, extents.output)[0].call
-
-        def run(
-            tensors: Sequence[Tensor], initial: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
-        ) -> Tensor:
-            kernel, partition = find(tensors, initial, indices, output)
-            return kernel.call(tensors, initial, indices, output, partition)
-
-        return run
-
-    def _finder(
-        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None, *, contiguous: bool = False
-    ) -> Finder:
-        """What finds the kernel for tensors as they lie in memory, and their row partition.
-
-        Their sizes are of the same bucket, and need as many bits for the offsets in them; `contiguous`: so are all.
-        """
-        form, bucket, read = self.form, size_bucket(extents), [] if contiguous else self._read
+        form, bucket, read = self.form, size_bucket(extents), self._read
         place, axis, permuted, by_length = form.row_index_place, form.row_axis, form.permuted, self._by_length
         # By the kind of its longest row where schedules differ in it, and how tensors lie in memory.
         kernels: dict[object, UnsizedKernel] = {}
         schedules: dict[object, Schedule] = {}
+        further = bool(form.additional)
 
         def decide(lengths: object, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Schedule:
             schedule = self._schedule(bucket, tensors, extents, initial).candidate
@@ -162,9 +129,10 @@ class Generated:
                 schedules[lengths] = schedule
             return schedule
 
-        def find(
-            tensors: Sequence[Tensor], initial: Tensor | None, indices: tuple[int, ...], output: tuple[int, ...]
-        ) -> tuple[UnsizedKernel, RowPartition | None]:
+        def run(
+            tensors: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            (indices,), (output,) = extents, shapes
             lengths = partition = None
             divisions: Mapping[int, RowPartition] = {}
             if place >= 0:
@@ -180,23 +148,26 @@ class Generated:
                 if partition is None:
                     partition = partition_of(tensors[place], output[axis], permuted, schedule.chunk)
                 key = (lengths, partition.target is not None)
-            if initial is not None and not initial.is_contiguous():
-                key = (key, "initial", *initial.stride())
+            if initial is not None:
+                key = (key, initial.ndim if initial.is_contiguous() else initial.stride())
             for n in read:
                 if not tensors[n].is_contiguous():
                     # Of all that a kernel reads: its text depends on which axes are contiguous.
-                    key = (key, *[tensors[n].stride() for n in read])
+                    key = (key, *[(tensors[n].stride(), reach_of(tensors[n]) < WIDE) for n in read])
                     break
             kernel = kernels.get(key)
             if kernel is None:
                 if len(kernels) >= _LIMIT:
                     kernels.clear()
-                whole = None if initial is None else initial.expand(output)
-                kernel = self._kernel(bucket, schedule, tensors, Extents(indices, output), whole, partition)
+                expanded = None if initial is None else initial.expand(output)
+                kernel = self._kernel(bucket, schedule, tensors, Extents(indices, output), expanded, partition)
                 kernels[key] = kernel
-            return kernel, partition
+            if further:
+                others = kernel.additional(tensors, partition)
+                return kernel.call(tensors, initial, indices, output, partition, others), *others
+            return (kernel.call(tensors, initial, indices, output, partition),)
 
-        return find
+        return run
 
     def described(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Description:
         """Describe what a call runs, and each choice behind it with its reason."""

@@ -30,7 +30,7 @@ from insum_nn.compiler.schedule.space import Precision, Schedule
 from insum_nn.dtypes import dtype_of
 from insum_nn.locks import cached_property
 
-__all__ = ["WIDE", "Kernel", "UnsizedKernel", "prepare_kernel", "strides_of", "types_of"]
+__all__ = ["WIDE", "Kernel", "UnsizedKernel", "prepare_kernel", "reach_of", "strides_of", "types_of"]
 
 # Elements from which some offset may need 64 bits.
 WIDE = 2**31 - 2**16
@@ -44,9 +44,9 @@ def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: b
     places, indices = form.places, extents.indices
     reach = max(math.prod(extents.output), math.prod([indices[places[x]] for x in form.entries]))
     for tensor, dense in zip(tensors, contiguous, strict=True):
-        reach = max(reach, tensor.numel() if dense else _reach(tensor))
+        reach = max(reach, tensor.numel() if dense else reach_of(tensor))
     if initial is not None:
-        reach = max(reach, _reach(initial))
+        reach = max(reach, reach_of(initial))
     if form.additional:
         names = form.bound.layout.tensors
         for each in form.additional:
@@ -54,7 +54,8 @@ def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: b
     return Strides(contiguous, reach >= WIDE, split, initial_steps(initial))
 
 
-def _reach(tensor: Tensor) -> int:
+def reach_of(tensor: Tensor) -> int:
+    """Elements from the first to the last one of a tensor as it lies in memory."""
     return 1 + sum((extent - 1) * abs(step) for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

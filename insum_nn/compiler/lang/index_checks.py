@@ -32,7 +32,16 @@ from insum_nn.errors import (
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 from insum_nn.tensor_cache import forget, forgets, unwritten
 
-__all__ = ["Stats", "cell_numbers", "check_index_values", "is_inside", "lowest_entry", "stats_of", "writes_sums"]
+__all__ = [
+    "Stats",
+    "cell_numbers",
+    "check_index_values",
+    "completed",
+    "is_inside",
+    "lowest_entry",
+    "stats_of",
+    "writes_sums",
+]
 
 
 _INT64_MAX = 2**63 - 1
@@ -144,14 +153,15 @@ def check_index_values(
             continue
         stats = read[name] = stats_of(named[name], again=validate)
         ascending = own.sorted or (stats.ascending and stats.smallest >= 0)
-        complete[name] = _completed(own, ascending, stats.smallest < 0)
+        complete[name] = completed(own, ascending, stats.smallest < 0)
     if 0 not in extents.indices:
         _check_ranges(statement, named, extents, promised, read, drop_outside=drop_outside)
     return complete
 
 
 @lru_cache(maxsize=1024)
-def _completed(facts: IndexFacts, ascending: bool, masked: bool) -> IndexFacts:
+def completed(facts: IndexFacts, ascending: bool, masked: bool) -> IndexFacts:
+    """What is known of an index tensor whose entries were read."""
     return replace(facts, sorted=ascending, masked=masked, proven=True)
 
 

@@ -1,4 +1,4 @@
-"""Statements of one kind of call on a CPU: guards, printed as Python, and one C function.
+"""What runs statements on tensors of one kind, at any sizes: guards, printed as Python, and what is behind them.
 
     def run(pool, extents, shapes, initial):
         t0, t1, t2, t3 = pool
@@ -12,19 +12,19 @@
         ...
         if i0.low < -1 or i0.high >= s0_0 or ...:
             return None
-        body = bodies.get((t1.dtype, i0.low < 0, ..., e0_1 if e0_1 <= 128 else -1))
+        body = bodies.get((i0.low < 0, ..., e0_1 if e0_1 <= 128 else -1))
         return meet(...) if body is None else body(pool, extents, shapes, initial)
 
-It returns `None` for other calls: what is wrong with their arguments, or that library calls do them, is for `dispatch`
-to find. Kinds are told apart by dtypes, by whether entries are missing, and by the extents that are compiled in.
-Nothing else of a call prints or compiles anything.
+It returns `None` for other calls: what is wrong with their arguments, or what they need, is for `dispatch` to find.
+Behind the guards is one C function, a generated kernel, or library calls. Kinds of calls are told apart by what holds
+of entries, and by sizes as far as code differs in them. Nothing else of a call prints or compiles anything.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,36 +41,68 @@ from insum_nn.compiler.kernels.c_program import (
     limits_of_extents,
 )
 from insum_nn.compiler.kernels.c_structures import entries_of, seen
+from insum_nn.compiler.kernels.generated import Generated
+from insum_nn.compiler.kernels.sized import WIDE
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
-from insum_nn.compiler.lang.index_checks import writes_sums
+from insum_nn.compiler.lang.declared_facts import verified
+from insum_nn.compiler.lang.index_checks import completed, lowest_entry, writes_sums
 from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.lang.shapes import agreement_lines
+from insum_nn.compiler.runtime.arguments import kinds_of
 from insum_nn.compiler.runtime.backends import choose_backend
-from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, c_program
-from insum_nn.compiler.runtime.execution import Executables, forgets_programs, generation
-from insum_nn.compiler.runtime.unsized_call import Call, nothing_printed
-from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
-from insum_nn.facts import UNKNOWN, IndexFacts
-from insum_nn.tensor_cache import builder_versions, unwritten
+from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence, c_program
+from insum_nn.compiler.runtime.execution import Executable, Executables, forgets_programs, generation
+from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
+from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, messages_name
+from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
+from insum_nn.tensor_cache import builder_versions, insert, unwritten
 
 if TYPE_CHECKING:
     from insum_nn.compiler.runtime.dispatch import Spec
 
-__all__ = ["Artifact", "ArtifactCall"]
+__all__ = ["Artifact", "Call", "Facts", "Programs", "programs_of"]
 
+Facts = Mapping[str, IndexFacts]
 Run = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...] | None]
-# Kinds of calls that are kept.
+Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
+# Kinds of calls that are kept, and sizes of those that library calls run.
 _LIMIT = 64
 # Entries and extents from which sums of a subscript, or numbers of entries, might overflow.
 _FAR, _MANY = 1 << 40, 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What may run a bound statement, at any sizes."""
+
+    bound: Bound
+    executables: Executables
+    sequences: Sequences
+
+    def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable | StatementSequence:
+        """What runs it at these sizes: its program, or those of the statements that it is cut into."""
+        return self.sequences.of(tensors, extents) or self.executables.of(tensors, extents)
+
+
+def programs_of(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Facts) -> Programs:
+    """Bind a statement to tensors; sizes change at each call of many, and what a program depends on does not."""
+    key = (generation(), *kinds_of(named.values(), initial), *facts.values())
+    found = spec.programs.get(key)
+    if found is None:
+        drops, epilogue = spec.drop_outside, spec.epilogue
+        bound = bind(spec.statement, named, initial, facts=facts, drop_outside=drops, epilogue=epilogue)
+        sequences = Sequences(bound, spec.options, spec.static)
+        found = Programs(bound, Executables(bound, spec.options, spec.static), sequences)
+        insert(spec.programs, key, found, _LIMIT)
+    return found
 
 
 class Artifact:
     """What runs statements on tensors of some dtypes, at any sizes; it records no gradients.
 
     Args:
-        specs: the statements.
+        specs: the statements; several are computed by one C function, or not here.
         places: for each the positions of its tensors among those of a call.
         outputs: for each the number of the output that it adds to.
         pool: tensors of a first call.
@@ -79,7 +111,8 @@ class Artifact:
     Attributes:
         run: runs them on the tensors of a call, the extents of each statement, the shape of each output, and an initial
             value of the first one, which may be of its last axes alone. It returns the outputs; `None`: it does not.
-        call: as of `ArtifactCall`, of one statement.
+        call: runs one statement on tensors in the layout's order, with an initial value, extents by name and the
+            output's shape, from which it finds the sizes as `lang.shapes.agreement_of` does.
     """
 
     def __init__(
@@ -95,26 +128,27 @@ class Artifact:
         self._tables = [canonical_tables(spec.statement, spec.static) for spec in specs]
         bounds = [self._bound(n, pool, initial, {}) for n in range(len(specs))]
         self._sequences = [Sequences(b, s.options, s.static) for b, s in zip(bounds, specs, strict=True)]
-        self.run: Run = nothing_printed
-        self.call: Call = nothing_printed
-        lines = _Lines(self, pool, initial).printed()
+        backends = [choose_backend(b, s.options, tables=bool(s.static))[0] for b, s in zip(bounds, specs, strict=True)]
+        self.generated = backends == ["triton"]
+        self.run: Run = _nothing_printed
+        self.call: Call = _nothing_printed
+        lines = _Lines(self, pool, initial).printed() if len(specs) == 1 or {*backends} == {"c"} else None
         if lines is not None:
-            names = {**lines.names, "seen": seen, "entries_of": entries_of, "bodies": self.bodies, "meet": self._meet}
             what = f"call of {specs[0].statement.text}"
             head, pool_of, *rest = lines.text
-            self.run = function_of_lines([head, pool_of, *rest, "return made"], names, what)
+            self.run = function_of_lines([head, pool_of, *rest, "return made"], lines.names, what)
             if len(specs) == 1:
                 found, read = agreement_lines(specs[0].statement)
                 head = "def call(pool, initial, sizes, shape):"
                 found += ["extents = (indices,)", "shapes = (output,)"]
                 text = [head, pool_of, *found, *rest, "return None if made is None else made[0]"]
-                self.call = function_of_lines(text, {**names, **read}, what)
+                self.call = function_of_lines(text, {**lines.names, **read}, what)
             forgets_programs(self)
 
     @property
     def printed(self) -> bool:
         """Whether `run` is for any call."""
-        return self.run is not nothing_printed
+        return self.run is not _nothing_printed
 
     def clear(self) -> None:
         """Forget what runs each kind of call."""
@@ -125,15 +159,20 @@ class Artifact:
         """Whether it depends on sizes if a statement runs as several."""
         return any(sequences.cuttable for sequences in self._sequences)
 
-    def _bound(
-        self, number: int, pool: Sequence[Tensor], initial: Tensor | None, facts: Mapping[str, IndexFacts]
-    ) -> Bound:
+    def _bound(self, number: int, pool: Sequence[Tensor], initial: Tensor | None, facts: Facts) -> Bound:
         """One of the statements, bound to the tensors of a call."""
         spec = self.specs[number]
         named = {n: pool[at] for n, at in zip(spec.layout.tensors, self.places[number], strict=True)}
         own = initial if number == 0 else None
         drops, epilogue = spec.drop_outside, spec.epilogue
         return bind(spec.statement, named, own, facts=facts, drop_outside=drops, epilogue=epilogue)
+
+    def _facts(self, number: int, known: Mapping[int, IndexFacts]) -> dict[str, IndexFacts]:
+        """What holds of the index tensors of a statement."""
+        spec, places = self.specs[number], self.places[number]
+        tables, indexed = dict(spec.static), spec.layout.index_tensors
+        place = zip(spec.layout.tensors, places, strict=True)
+        return {n: _facts_of_table(tables[n]) if n in tables else known[at] for n, at in place if n in indexed}
 
     def _meet(
         self,
@@ -142,49 +181,73 @@ class Artifact:
         extents: Sequence[Sizes],
         shapes: Sequence[Sizes],
         initial: Tensor | None,
-        masked: Mapping[int, bool],
+        known: Mapping[int, IndexFacts],
     ) -> tuple[Tensor, ...] | None:
         """Decide what runs a kind of call that was not met before."""
         begun = generation()
-        found = self._found(pool, extents, shapes, initial, masked)
-        if begun == generation():
-            if len(self.bodies) >= _LIMIT:
-                self.bodies.clear()
-            self.bodies[key] = nothing_printed if found is None else self._waiting(key, found)
-        return None if found is None else self.bodies.get(key, nothing_printed)(pool, extents, shapes, initial)
+        if len(self.specs) == 1:
+            body = self._alone(key, pool, Extents(extents[0], shapes[0]), initial, known)
+        else:
+            body = self._jointly(key, pool, extents, shapes, initial, known)
+        # What was cleared in the meantime stays so; while a CUDA graph is captured, nothing is decided for other calls.
+        if begun == generation() and not (pool[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            insert(self.bodies, key, body, _LIMIT)
+        return body(pool, extents, shapes, initial)
 
-    def _found(
+    def _alone(
         self,
+        key: object,
+        pool: Sequence[Tensor],
+        extents: Extents,
+        initial: Tensor | None,
+        known: Mapping[int, IndexFacts],
+    ) -> Run:
+        """What runs a kind of call of one statement."""
+        spec = self.specs[0]
+        initial = None if initial is None else initial.expand(extents.output)
+        programs = programs_of(spec, dict(zip(spec.layout.tensors, pool, strict=True)), initial, self._facts(0, known))
+        with messages_name(spec.statement):
+            found = programs.of(pool, extents)
+            if isinstance(found, Executable) and isinstance(found.run, Generated):
+                return found.run.at(pool, extents, initial)
+        sized = _Sized(spec, programs)
+        program = found.program if isinstance(found, StatementSequence) else found.run
+        if not isinstance(program, CProgram):
+            return sized
+
+        def run(
+            pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            if not program.compiled:
+                return sized(pool, extents, shapes, initial)
+            self.bodies[key] = program.body
+            return program.body(pool, extents, shapes, initial)
+
+        return run
+
+    def _jointly(
+        self,
+        key: object,
         pool: Sequence[Tensor],
         extents: Sequence[Sizes],
         shapes: Sequence[Sizes],
         initial: Tensor | None,
-        masked: Mapping[int, bool],
-    ) -> CProgram | None:
-        """The C function for a kind of call; `None`: some statement runs otherwise."""
+        known: Mapping[int, IndexFacts],
+    ) -> Run:
+        """What runs a kind of call of several statements, once their C function is compiled, and nothing before."""
         parts: list[Part] = []
         firsts: dict[object, int] = {}
         count = len(shapes)
         for number, (spec, places, output) in enumerate(zip(self.specs, self.places, self.outputs, strict=True)):
-            known = {n: masked[at] for n, at in zip(spec.layout.tensors, places, strict=True) if at in masked}
-            known |= {name: min(table.values, default=0) < 0 for name, table in spec.static}
-            facts = {n: known_in_c(missing, spec.declared_facts.get(n, UNKNOWN)) for n, missing in known.items()}
+            facts = {name: known_in_c(each.masked, each) for name, each in self._facts(number, known).items()}
             bound = self._bound(number, pool, initial, facts)
             sizes = Extents(extents[number], shapes[output])
-            tensors = [pool[at] for at in places]
-            if choose_backend(bound, spec.options, tables=bool(spec.static))[0] != "c":
-                return None
             sequences = Sequences(bound, spec.options, spec.static) if spec.static else self._sequences[number]
-            sequence = sequences.of(tensors, sizes)
-            if len(self.specs) == 1:
-                if sequence is not None:
-                    return sequence.program
-                run = Executables(bound, spec.options, spec.static).of(tensors, sizes).run
-                return run if isinstance(run, CProgram) else None
+            sequence = sequences.of([pool[at] for at in places], sizes)
             if sequence is not None:
                 found = sequence.in_c(number, places, output, count)
                 if found is None:
-                    return None
+                    return _nothing_printed
                 first, second = found
                 # What several statements make of their tensors first is made once.
                 made = firsts.setdefault((first.bound, first.tables, first.places), count)
@@ -197,19 +260,16 @@ class Artifact:
             static = compiled_extents(own, self._tables[number], sizes.indices)
             named = tuple([(number, at) for at in range(len(sizes.indices))])
             parts.append(Part(replace(own, static=static), self._tables[number], places, output, named))
-        return c_program(generation(), tuple(parts), tuple([len(each) for each in extents]), len(pool))
-
-    def _waiting(self, key: object, program: CProgram) -> Run:
-        """What runs a kind of call once its function is compiled, and nothing before."""
-        # What runs a statement alone counts its calls.
-        alone = len(self.specs) == 1
+        program = c_program(generation(), tuple(parts), tuple([len(each) for each in extents]), len(pool))
+        if program is None:
+            return _nothing_printed
         options = self.specs[0].options
         wait = options.deterministic or options.backend == "c"
 
         def run(
             pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
         ) -> tuple[Tensor, ...] | None:
-            if not program.compiled and (alone or not program.called(extents, wait=wait)):
+            if not program.compiled and not program.called(extents, wait=wait):
                 return None
             self.bodies[key] = program.body
             return program.body(pool, extents, shapes, initial)
@@ -217,23 +277,37 @@ class Artifact:
         return run
 
 
-class ArtifactCall:
-    """One statement by its artifact, as `UnsizedCall` is called.
+class _Sized:
+    """One statement by what is prepared for the sizes of a call: library calls, or several statements."""
 
-    Attributes:
-        run: on tensors in the layout's order, an initial value, the extents and the output's shape of the call.
-        call: the same without known sizes: it finds them as `lang.shapes.agreement_of` does.
-    """
+    def __init__(self, spec: Spec, programs: Programs) -> None:
+        self.spec, self.programs = spec, programs
+        self.runs: dict[object, Callable[[Sequence[Tensor], Tensor | None], Tensor]] = {}
 
-    def __init__(self, spec: Spec, tensors: Sequence[Tensor]) -> None:
-        artifact = Artifact([spec], [tuple(range(len(tensors)))], [0], tensors)
-        self.printed, self.call = artifact.printed, artifact.call
+    def __call__(
+        self, pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        sizes = Extents(extents[0], shapes[0])
+        initial = None if initial is None else initial.expand(sizes.output)
+        # Compiled float32 products follow the precision that was set when they were compiled.
+        key = (sizes, torch._C._get_float32_matmul_precision(), *[tensor.shape for tensor in pool])
+        run = self.runs.get(key)
+        if run is None:
+            with messages_name(self.spec.statement):
+                run = self.programs.of(pool, sizes).prepare(pool, sizes, initial)
+            insert(self.runs, key, run, _LIMIT)
+        return (run(pool, initial),)
 
-        def run(tensors: Sequence[Tensor], initial: Tensor | None, indices: Sizes, output: Sizes) -> Tensor | None:
-            made = artifact.run(tensors, (indices,), (output,), initial)
-            return None if made is None else made[0]
 
-        self.run = run
+def _nothing_printed(*_: object) -> None:
+    """Something else runs these calls."""
+
+
+def _facts_of_table(table: StaticTable) -> IndexFacts:
+    """What holds of the entries of a static table."""
+    entries = list(table.values)
+    low = min(entries, default=0)
+    return completed(UNKNOWN, low >= 0 and entries == sorted(entries), low < 0)
 
 
 class _Lines:
@@ -247,8 +321,10 @@ class _Lines:
     def printed(self) -> _Lines | None:
         """Print them; `None`: what is to check of such calls depends on more than the range of entries."""
         artifact, pool = self.artifact, self.pool
-        if any(_elsewhere(spec) for spec in artifact.specs):
+        if any(_elsewhere(spec) for spec in artifact.specs) or pool[0].device.type not in ("cpu", "cuda"):
             return None
+        self.names = {"Extents": Extents, "bodies": artifact.bodies, "completed": completed, "entries_of": entries_of}
+        self.names |= {"meet": artifact._meet, "met": builder_versions, "seen": seen, "unwritten": unwritten}
         known: dict[int, str] = {}
         wrong: list[str] = []
         reads: list[str] = []
@@ -258,17 +334,15 @@ class _Lines:
         ):
             layout, tables = spec.layout, dict(spec.static)
             place = dict(zip(layout.tensors, places, strict=True))
-            extents = [f"e{number}_{i}" for i in range(len(layout.indices))]
+            extents = self.extents(number, spec)
             wrong += [f"not 0 < {e} < {_MANY}" for e in extents]
             for name, at in place.items():
                 if name in tables:
                     self.names[f"shape{at}"] = torch.Size(tables[name].shape)
                     wrong.append(f"t{at}.shape != shape{at}")
                 elif name in layout.index_tensors and at not in known:
-                    known[at] = self.reading(spec, name, at, reads)
-            key += [
-                f"{e} if {e} <= {most} else -1" if most < math.inf else e for e, most in self.limits(number, extents)
-            ]
+                    known[at] = self.reading(spec, name, place, reads, key)
+            key += self.limits(number, extents)
             wrong += self.ranges(spec, place, output, known)
             limits = limits_of(spec.statement)
             if limits.writes or any(least > 1 for _, _, least in limits.axes):
@@ -277,17 +351,20 @@ class _Lines:
                 wrong.append(f"not hold{number}(({own}), Extents(extents[{number}], shapes[{output}]))")
         kinds = self.kinds()
         values = [n for n in range(len(pool)) if n not in known and f"shape{n}" not in self.names]
-        wrong += [f"not t{n}.numel()" for n in values]
-        key += [f"{flag}" for flag in known.values()]
+        if artifact.generated:
+            # Kernels for such sizes have offsets of 32 bits.
+            wrong += [f"not 0 < t{n}.numel() < {WIDE}" for n in range(len(pool))]
+            wrong += [f"not 0 < {' * '.join(self.shapes())} < {WIDE}"] if self.shapes() else []
+        else:
+            wrong += [f"not t{n}.numel()" for n in values]
         if artifact.cuttable:
-            key += [f"({e} * {e}).bit_length()" for n, s in enumerate(artifact.specs) for e in self.extents(n, s)]
-            key += [f"({e} * {e}).bit_length()" for e in self.shapes()]
-            key += [f"t{n}.shape" for n in values]
-        masked = ", ".join(f"{at}: {flag}" for at, flag in known.items())
-        self.names["Extents"] = Extents
+            # As `Sequences` tells sizes apart.
+            sizes = [e for n, spec in enumerate(artifact.specs) for e in self.extents(n, spec)]
+            key += [f"({e} * {e}).bit_length()" for e in (*sizes, *self.shapes(), *self.hidden())]
+        facts = ", ".join(f"{at}: {text}" for at, text in known.items())
         self.text = [
             "def run(pool, extents, shapes, initial):",
-            f"({''.join(f't{n}, ' for n in range(len(pool)))}) = pool" if pool else "pass",
+            f"({''.join(f't{n}, ' for n in range(len(pool)))}) = pool",
             *self.unpacked(),
             f"if {' or '.join(kinds)}:",
             "    return None",
@@ -297,7 +374,7 @@ class _Lines:
             f"key = (initial is None, {''.join(f'{each}, ' for each in key)})",
             "body = bodies.get(key)",
             "if body is None:",
-            f"    made = meet(key, pool, extents, shapes, initial, {{{masked}}})",
+            f"    made = meet(key, pool, extents, shapes, initial, {{{facts}}})",
             "else:",
             "    made = body(pool, extents, shapes, initial)",
         ]
@@ -321,30 +398,62 @@ class _Lines:
         found = zip(self.artifact.specs, self.artifact.outputs, strict=True)
         return list(dict.fromkeys(f"s{o}_{a}" for spec, o in found for a in range(len(spec.layout.output_plain))))
 
+    def hidden(self) -> list[str]:
+        """Sizes of tensors that are no extent of an index."""
+        found: dict[str, None] = {}
+        for spec, places in zip(self.artifact.specs, self.artifact.places, strict=True):
+            layout = spec.layout
+            shown = {each for axes in layout.plain for each in axes}
+            axes = ((n, axis) for n, rank in enumerate(layout.ranks) for axis in range(rank))
+            found |= dict.fromkeys(f"t{places[n]}.shape[{axis}]" for n, axis in axes if (n, axis) not in shown)
+        return list(found)
+
     def kinds(self) -> list[str]:
-        """What tells that tensors are of other kinds than those of the first call."""
+        """What tells that tensors are of other kinds than those of the first call, or of several devices."""
         wrong: list[str] = []
+        on_gpu = self.pool[0].is_cuda
+        wrong += ["not t0.is_cuda"] if on_gpu else []
         for n, tensor in enumerate(self.pool):
             self.names[f"d{n}"] = tensor.dtype
-            wrong += [f"t{n}.dtype is not d{n}", f"not t{n}.is_cpu"]
-        spec, shape = self.artifact.specs[0], len(self.artifact.specs[0].layout.output_plain)
+            wrong.append(f"t{n}.dtype is not d{n}")
+            if not on_gpu:
+                wrong.append(f"not t{n}.is_cpu")
+            elif n:
+                wrong.append(f"t{n}.get_device() != t0.get_device()")
+        spec, rank = self.artifact.specs[0], len(self.artifact.specs[0].layout.output_plain)
+        if not spec.statement.combining.takes_initial:
+            return [*wrong, "initial is not None"]
         self.names["dtype"] = self.artifact._bound(0, self.pool, self.initial, {}).dtype
-        fits = f"initial.dtype is dtype and initial.shape == shapes[0][{shape} - initial.ndim:]" if shape else "True"
-        return [*wrong, f"not (initial is None or ({fits}))"] if spec.statement.combining.takes_initial else wrong
+        fits = "initial.dtype is dtype and initial.get_device() == t0.get_device()"
+        fits += f" and initial.shape == shapes[0][{rank} - initial.ndim:]" if rank else " and not initial.ndim"
+        return [*wrong, f"not (initial is None or ({fits}))"]
 
-    def reading(self, spec: Spec, name: str, at: int, reads: list[str]) -> str:
-        """Print what is read of an index tensor, and return what tells whether it may have missing entries."""
-        declared = spec.declared_facts.get(name, UNKNOWN)
-        if spec.origin == "builder" and declared.proven and declared.masked is not None:
-            self.names |= {"met": builder_versions, "unwritten": unwritten}
+    def reading(self, spec: Spec, name: str, place: Mapping[str, int], reads: list[str], key: list[str]) -> str:
+        """Print what is read of an index tensor, and return what makes its facts."""
+        declared, at = spec.declared_facts.get(name, UNKNOWN), place[name]
+        facts = self.names[f"f{at}"] = declared
+        known = f"f{at}"
+        if spec.origin == "builder" and declared != UNKNOWN:
             reads += [f"cached = met.get(id(t{at}))"]
             reads += [f"if cached is None or cached[0]() is not t{at} or cached[1] != t{at}._version:"]
             reads += [f"    if not unwritten(t{at}):", "        return None"]
-            return str(declared.masked)
+            if facts.proven and facts.masked is not None:
+                return known
+        elif facts.sorted or facts.unique or facts.unique_with:
+            self.names |= {"verified": verified}
+            together = [n for n in (name, *facts.unique_with) if n in place]
+            reads += [f"k{at} = verified({name!r}, f{at}, {{{', '.join(f'{n!r}: t{place[n]}' for n in together)}}})"]
+            known = f"k{at}"
+            key.append(known)
         reads += [f"i{at} = seen.get(id(t{at}))"]
         reads += [f"if i{at} is None or i{at}.version != t{at}._version or i{at}.ref() is not t{at}:"]
         reads += [f"    i{at} = entries_of(t{at})"]
-        return f"i{at}.low < 0"
+        key.append(f"i{at}.low < 0")
+        ascending = f"{known}.sorted"
+        if self.artifact.generated or self.artifact.cuttable:
+            ascending = f"i{at}.ascending or {ascending}"
+            key.append(f"i{at}.ascending")
+        return f"completed({known}, {ascending}, i{at}.low < 0)"
 
     def ranges(self, spec: Spec, place: Mapping[str, int], output: int, known: Mapping[int, str]) -> list[str]:
         """What tells that some entry may lie outside of what it addresses."""
@@ -355,23 +464,42 @@ class _Lines:
             for axis, subscript in enumerate(access.subscripts):
                 for inner in subscript.index_accesses():
                     at = place[inner.name]
-                    if not known.get(at, "").startswith("i"):
+                    if not known.get(at, "").startswith("completed"):
                         continue
-                    low = 0 if spec.declared_facts.get(inner.name, UNKNOWN).masked is False else -1
+                    low = lowest_entry(spec.declared_facts.get(inner.name, UNKNOWN))
                     wrong[f"i{at}.low < {low}"] = None
                     extent = f"{own}{axis}" if own else f"t{place[access.name]}.shape[{axis}]"
                     wrong[f"i{at}.high >= {extent if subscript.indirect is not None else _FAR}"] = None
         return list(wrong)
 
-    def limits(self, number: int, extents: Sequence[str]) -> list[tuple[str, float]]:
+    def limits(self, number: int, extents: Sequence[str]) -> list[str]:
+        """The sizes of a statement as far as code differs in them."""
+        spec = self.artifact.specs[number]
         bound = canonical(self.artifact._bound(number, self.pool, self.initial, {}))
         tables = frozenset(name for name, _ in self.artifact._tables[number])
-        found = [most for _, most in limits_of_extents(bound, tables)]
-        return [(e, most) for e, most in zip(extents, found, strict=True) if most > 0]
+        if not self.artifact.generated:
+            found = zip(extents, [most for _, most in limits_of_extents(bound, tables)], strict=True)
+            return [f"{e} if {e} <= {most} else -1" if most < math.inf else e for e, most in found if most > 0]
+        fixed = FixedExtents(bound, spec.options, tables)
+        key = [_magnitude(extent, most) for extent, most in zip(extents, fixed.most, strict=True)]
+        hidden = zip(self.shapes(), spec.layout.output_places, strict=True)
+        key += [_magnitude(extent, -1) for extent, place in hidden if place is None]
+        if bound.dtype == torch.float32:
+            self.names["precision"] = torch._C._get_float32_matmul_precision
+            key.append("precision()")
+        return key
+
+
+def _magnitude(extent: str, most: float) -> str:
+    """A size as far as kernels differ in it: itself up to a limit, else its magnitude."""
+    if most == math.inf:
+        return extent
+    bits = f"({extent} - 1).bit_length()"
+    return bits if most <= 1 else f"({extent} if {extent} <= {most} else -{bits})"
 
 
 def _elsewhere(spec: Spec) -> bool:
     """Whether `dispatch` has to look at each call."""
-    if spec.options.validate or spec.options.backend not in ("auto", "c") or limits_of(spec.statement).steep:
-        return True
-    return writes_sums(spec.statement) and not spec.drop_outside
+    sums = writes_sums(spec.statement) and not spec.drop_outside
+    # Of those of a format nothing is read while a CUDA graph is captured.
+    return spec.options.validate or spec.origin == "format" or sums or limits_of(spec.statement).steep

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.dispatch import Ready, Spec, broadcast, call_kind, run_ready
+from insum_nn.compiler.runtime.dispatch import Spec, dtype_of
 from insum_nn.compiler.runtime.modes import is_plain, is_plain_eager
 from insum_nn.compiler.runtime.steps.watch import watch
-from insum_nn.compiler.runtime.unsized_call import Call, nothing_printed
-from insum_nn.tensor_cache import insert
 
 __all__ = ["BoundProgram", "Shape"]
 
 Shape = Sequence[int | None]
-# Shapes of the other tensors whose calls are remembered.
-_LIMIT = 64
 
 
 class _Program(Protocol):
@@ -37,9 +32,7 @@ class _Program(Protocol):
 class BoundProgram:
     """A program with some of its tensors bound: a call takes the others by position, and records no gradients.
 
-    What is checked of a call depends on the shapes, dtypes and devices of the others, and is remembered by them; so a
-    call that was made before takes the CPU little more than the launch of its kernel. That nothing writes to the bound
-    tensors is the caller's promise.
+    That nothing writes to the bound tensors is the caller's promise.
 
     Args:
         program: the statement's program.
@@ -63,78 +56,35 @@ class BoundProgram:
             self._template.append(tensors.get(name))
         self.names = tuple(names)
         self._plain = all(map(is_plain, self.tensors.values()))
-        self._ready: dict[Hashable, Ready] = {}
-        self._call: Call = nothing_printed
         self._written: dict[torch.dtype, BoundProgram] = {}
 
-    def __call__(
-        self,
-        *others: Tensor,
-        out_shape: Shape,
-        initial: Tensor | None = None,
-        key: Hashable | None = None,
-        plain: bool = False,
-    ) -> Tensor:
+    def __call__(self, *others: Tensor, out_shape: Shape, initial: Tensor | None = None) -> Tensor:
         """Run the statement.
 
         Args:
             *others: in the order of `names`.
             out_shape: the output's shape, a tuple; `None` entries are inferred.
             initial: the initial value; it may broadcast to the output.
-            key: what the caller has that decides shapes, dtypes and devices of all these, as `call_key` does: a
-                promise too that they are plain tensors in eager mode. It spares the checks of each.
-            plain: the same promise without a key.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self(*others, out_shape=out_shape, initial=initial, key=key, plain=plain)
-        if watch.calls is not None:
+        with torch.no_grad():
+            if self._plain and is_plain_eager(*others, initial) and not torch._C._is_any_autocast_enabled():
+                return self.run_plain(others, out_shape, initial)
             return self.program(tensors=self.named(others, initial), out_shape=out_shape)
-        ordered = list(self._template)
-        for place, tensor in zip(self._places, others, strict=True):
-            ordered[place] = tensor
-        if key is not None:
-            ready, plain = self._ready.get(key), self._plain
-            if ready is not None and ready.holds(ordered):
-                return ready.run(ordered, initial)
-        elif not plain:
-            plain = self._plain and is_plain_eager(*others, initial) and not torch._C._is_any_autocast_enabled()
-        spec = self._spec
-        if plain:
-            result = self._call(ordered, initial, self._sizes, out_shape)
-            printed = bool(spec.calls)
-            if result is None and printed:
-                result = self._printed(ordered, initial, out_shape)
-            if result is not None:
-                return result
-            extents = spec.agree(ordered, self._sizes, out_shape)
-            if extents is not None and (initial is None or initial.shape == extents.output[-initial.ndim :]):
-                result, ready = run_ready(spec, ordered, broadcast(initial, extents), extents)
-                # What was printed at this first call runs the others.
-                kept = (printed or not spec.calls) and (initial is None or initial.shape == extents.output)
-                if kept and key is not None and ready is not None:
-                    insert(self._ready, key, self._own(ready), _LIMIT)
-                return result
-        return self.program(tensors=self.named(others, initial), out_shape=out_shape)
-
-    def _printed(self, ordered: Sequence[Tensor], initial: Tensor | None, out_shape: Shape) -> Tensor | None:
-        """Run by what was printed for tensors of these kinds, where that is not what ran last."""
-        found = self._spec.calls.get(call_kind(self._spec, ordered))
-        if found is None or found.call is self._call:
-            return None
-        # It looks at all that may differ in later calls.
-        self._call = found.call
-        return found.call(ordered, initial, self._sizes, out_shape)
 
     def run_plain(self, others: Sequence[Tensor], out_shape: Shape, initial: Tensor | None = None) -> Tensor:
-        """Run the statement on plain tensors in eager mode without autocast, where no gradients are recorded."""
+        """Run the statement on plain tensors in eager mode without autocast."""
         ordered = list(self._template)
         for place, tensor in zip(self._places, others, strict=True):
             ordered[place] = tensor
-        result = None if watch.calls is not None else self._call(ordered, initial, self._sizes, out_shape)
+        calls = self._spec.calls
+        # `call_kind`, written out: a layer calls several of these.
+        kind = (ordered[0].is_cuda, *map(dtype_of, ordered))
+        printed = calls.get(kind) if calls and watch.calls is None else None
+        result = None if printed is None else printed.call(ordered, initial, self._sizes, out_shape)
         if result is not None:
             return result
-        return self(*others, out_shape=out_shape, initial=initial, plain=True)
+        with torch.no_grad():
+            return self.program(tensors=self.named(others, initial), out_shape=out_shape)
 
     def writing(self, dtype: torch.dtype) -> BoundProgram:
         """Return the same with an output of another dtype, in which a sum in float32 is written as it is."""
@@ -149,7 +99,3 @@ class BoundProgram:
         if initial is not None:
             named[self._spec.statement.output.name] = initial
         return named
-
-    def _own(self, ready: Ready) -> Ready:
-        """The same, with no look at the tensors that are bound here."""
-        return replace(ready, read=tuple([each for each in ready.read if each[0] in self._places]))

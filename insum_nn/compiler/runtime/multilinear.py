@@ -63,12 +63,11 @@ class BoundSums(ABC):
     @abstractmethod
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[Any, ...], Hashable | None]:
-        """Return the statement that computes a tensor, what it reads by position, its output's shape, and a key.
+    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[Any, ...]]:
+        """Return the statement that computes a tensor, what it reads by position, and its output's shape.
 
         `made` is for what one sum makes of an operand and the next sum of the same tensors can use, by name; `None`
-        where a mode is active. The key decides shapes, dtypes and devices of what is read; `None`: the call looks at
-        these itself.
+        where a mode is active.
         """
 
     def result(self, requested: str, written: Tensor) -> Tensor:
@@ -87,18 +86,15 @@ class BoundSums(ABC):
 
         `made` is as for `call`. `dtype` is that of the result, where it is not that of the operands.
         """
-        bound, read, shape, key = self.call(requested, operands, made)
+        bound, read, shape = self.call(requested, operands, made)
         if dtype is not None:
             bound = bound.writing(dtype)
         initial = initial if initial is None else _in_axes(initial, shape)
-        if key is None:
-            return self.result(requested, bound.run_plain(read, shape, initial))
-        written = bound(*read, out_shape=shape, initial=initial, key=(key, initial is None))
-        return self.result(requested, written)
+        return self.result(requested, bound.run_plain(read, shape, initial))
 
     def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         """Compute a tensor under any mode, as `Multilinear` says."""
-        bound, read, shape, _ = self.call(requested, operands, None)
+        bound, read, shape = self.call(requested, operands, None)
         named = bound.named(read, _in_axes(initial, shape))
         return self.result(requested, bound.program(tensors=named, out_shape=shape))
 

@@ -27,7 +27,7 @@ from insum_nn.compiler.runtime.bound_program import BoundProgram, Shape
 from insum_nn.compiler.runtime.dispatch import (
     Spec,
     broadcast,
-    call_kind,
+    dtype_of,
     parse_cached,
     prepare,
     run_spec,
@@ -165,8 +165,9 @@ class Program:
             shape = self._out_shape if out_shape is None else out_shape
             followed = followed_by(ordered, initial)
             if followed is None:
-                printed = spec.calls.get(call_kind(spec, ordered)) if spec.calls else None
-                result = None if printed is None else printed.call(ordered, initial, merged, shape)
+                # `call_kind`, written out: every call comes here.
+                printed = spec.calls and spec.calls.get((ordered[0].is_cuda, *map(dtype_of, ordered)))
+                result = printed.call(ordered, initial, merged, shape) if printed else None
                 if result is not None:
                     return result
             extents = spec.agree(ordered, merged, shape)

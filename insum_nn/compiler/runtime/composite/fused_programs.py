@@ -12,8 +12,9 @@ Programs may add to one output, which then is one sum.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, filterfalse
 from typing import Any, TypeVar
@@ -28,9 +29,11 @@ from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
+from insum_nn.compiler.lang.index_checks import writes_sums
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.passes.own_rows import ROW
-from insum_nn.compiler.runtime.dispatch import Facts, Ready, Spec, checked_facts, index_versions, prepare
+from insum_nn.compiler.runtime.artifact import Facts
+from insum_nn.compiler.runtime.dispatch import Spec, checked_facts, prepare
 from insum_nn.compiler.runtime.execution import Executable, generation
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.schedule import database as store
@@ -41,7 +44,7 @@ from insum_nn.compiler.schedule.select import Measured, Selected, Task
 from insum_nn.compiler.schedule.timing import time_whole
 from insum_nn.compiler.schedule.tune import select_or_tune, worth_selecting
 from insum_nn.facts import IndexFacts
-from insum_nn.tensor_cache import insert
+from insum_nn.tensor_cache import insert, unwritten
 
 __all__ = ["FusedPrograms"]
 
@@ -100,37 +103,74 @@ class _Fused:
     generated: Generated
 
 
+# Positions of index tensors, the tensors, their versions, and whether a builder speaks for others in their place.
+Versions = tuple[tuple[int, Callable[[], Tensor | None], int, bool], ...]
+
+
 @dataclass(slots=True)
 class _Prepared:
     """What runs a kind of call, on which tensors (of which program, and their names); `None`: one by one.
 
-    `parts`: the sizes of each program, and what holds of its index tensors, on which the choice depends.
+    Attributes:
+        versions: the index tensors whose values were read.
+        parts: the sizes of each program, and what holds of its index tensors, on which the choice depends.
     """
 
-    ready: Ready | None = None
+    run: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
     spec: Spec | None = None
+    versions: Versions = ()
     sources: tuple[tuple[int, str], ...] = ()
     order: tuple[int, ...] = ()
     parts: tuple[tuple[Spec, Extents, Facts], ...] = ()
+    made: int = field(default_factory=generation)
 
     def read(self, named: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Its tensors among those of a call."""
         return [named[at][name] for at, name in self.sources]
 
-    def holds(self, named: Sequence[Mapping[str, Tensor]]) -> bool:
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is for these tensors."""
-        return self.ready is None or self.ready.holds(self.read(named))
+        if self.run is None:
+            return True
+        if self.made != generation():
+            return False
+        for at, ref, version, spoken_for in self.versions:
+            tensor = tensors[at]
+            if ref() is tensor:
+                if tensor._version != version:
+                    return False
+            elif not (spoken_for and unwritten(tensor)):
+                return False
+        return True
 
     def for_others(self, named: Sequence[Mapping[str, Tensor]]) -> _Prepared | None:
         """Return the same for other index tensors, whose values are checked; `None`: decide again."""
-        ready, spec = self.ready, self.spec
-        if ready is None or spec is None or ready.generation != generation():
+        if self.run is None or self.spec is None or self.made != generation():
             return None
         for each, (part, extents, facts) in zip(named, self.parts, strict=True):
             if checked_facts(part, [each[name] for name in part.layout.tensors], extents) != facts:
                 return None
-        read = index_versions(spec, self.read(named))
-        return None if read is None else replace(self, ready=replace(ready, read=read))
+        versions = _versions(self.spec, self.read(named))
+        return None if versions is None else replace(self, versions=versions)
+
+
+def _versions(spec: Spec, tensors: Sequence[Tensor]) -> Versions | None:
+    """The index tensors whose values were read for a call; `None`: they have to be read at every call."""
+    found: list[tuple[int, Callable[[], Tensor | None], int, bool]] = []
+    # The range of a sum that addresses the output is of the very tensors that were read, whatever a builder says.
+    sums = writes_sums(spec.statement)
+    for at, vouched in spec.indexed:
+        tensor = tensors[at]
+        spoken_for = vouched and not sums and unwritten(tensor)
+        if not tensor.is_inference():
+            found.append((at, weakref.ref(tensor), tensor._version, spoken_for))
+        elif spoken_for:
+            # It is not known again.
+            found.append((at, lambda: None, 0, True))
+        else:
+            # No version is tracked.
+            return None
+    return tuple(found)
 
 
 class FusedPrograms:
@@ -185,7 +225,7 @@ class FusedPrograms:
         full = (key, torch._C._get_float32_matmul_precision())
         call = self._calls.get(full)
         tensors = [] if call is None else call.read(named)
-        if call is None or (call.ready is not None and not call.ready.holds(tensors)):
+        if call is None or not call.holds(tensors):
             # A mapping may make a tensor at each look-up.
             named = [dict(each) for each in named]
 
@@ -196,12 +236,12 @@ class FusedPrograms:
                 return found
 
             call = self._preparing.get(
-                full, lambda: f if (f := self._calls.get(full)) is not None and f.holds(named) else None, prepare
+                full, lambda: f if (f := self._calls.get(full)) and f.holds(f.read(named)) else None, prepare
             )
             tensors = call.read(named)
-        if call.ready is None:
+        if call.run is None:
             return None
-        made: Any = call.ready.run(tensors, None)
+        made = call.run(tensors)
         return [made[at] for at in call.order]
 
     def _prepare(self, named: Sequence[Mapping[str, Tensor]], shapes: Sequence[Shape], separately: Run) -> _Prepared:
@@ -225,10 +265,8 @@ class FusedPrograms:
             self.reason = f"one by one: {error}"
             return _Prepared()
         run = together.generated.prepare_all(call.tensors, call.extents)
-        # What is kept ready may run with an initial value, of which there is none here.
-        ready = Ready(lambda tensors, _: run(tensors), call.versions, generation())  # type: ignore[arg-type, return-value]
         parts = tuple([(one.program.spec, one.extents, one.facts) for one in ones])
-        return _Prepared(ready, together.spec, call.sources, together.order, parts)
+        return _Prepared(run, together.spec, call.versions, call.sources, together.order, parts)
 
     def _call(
         self, key: Hashable, walk: Walk, plan: _Plan, ones: Sequence[_One], named: Sequence[Mapping[str, Tensor]]
@@ -282,7 +320,7 @@ class _Call:
                     raise FormError(f"'{name}' is not the same tensor in all of them")
         self.sources = tuple([(found[name][0], name) for name in names])
         self.tensors = [found[name][1] for name in names]
-        versions = index_versions(together.spec, self.tensors)
+        versions = _versions(together.spec, self.tensors)
         if versions is None:
             raise FormError("index tensors without versions are read at every call")
         self.versions = versions
