@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -211,6 +212,7 @@ class Artifact:
             if isinstance(found, Executable) and isinstance(found.run, Generated):
                 return found.run.at(pool, extents, initial)
         sized = _Sized(spec, programs)
+        sized.prepared(pool, extents, initial, found)
         program = found.program if isinstance(found, StatementSequence) else found.run
         if not isinstance(program, CProgram):
             return sized
@@ -289,14 +291,24 @@ class _Sized:
     ) -> tuple[Tensor, ...]:
         sizes = Extents(extents[0], shapes[0])
         initial = None if initial is None else initial.expand(sizes.output)
-        # Compiled float32 products follow the precision that was set when they were compiled.
-        key = (sizes, torch._C._get_float32_matmul_precision(), *[tensor.shape for tensor in pool])
-        run = self.runs.get(key)
+        run = self.runs.get(_key_of(pool, sizes))
         if run is None:
-            with messages_name(self.spec.statement):
-                run = self.programs.of(pool, sizes).prepare(pool, sizes, initial)
-            insert(self.runs, key, run, _LIMIT)
+            run = self.prepared(pool, sizes, initial, self.programs.of(pool, sizes))
         return (run(pool, initial),)
+
+    def prepared(
+        self, pool: Sequence[Tensor], sizes: Extents, initial: Tensor | None, found: Executable | StatementSequence
+    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+        """Prepare what runs it at some sizes, and keep it."""
+        with messages_name(self.spec.statement):
+            run = found.prepare(pool, sizes, initial)
+        insert(self.runs, _key_of(pool, sizes), run, _LIMIT)
+        return run
+
+
+def _key_of(pool: Sequence[Tensor], sizes: Extents) -> object:
+    # Compiled float32 products follow the precision that was set when they were compiled.
+    return (sizes, torch._C._get_float32_matmul_precision(), *[tensor.shape for tensor in pool])
 
 
 def _nothing_printed(*_: object) -> None:
@@ -317,6 +329,8 @@ class _Lines:
         self.artifact, self.pool, self.initial = artifact, pool, initial
         self.names: dict[str, Any] = {}
         self.text: list[str] = []
+        # Of the index tensors those whose entries are read.
+        self.read: set[int] = set()
 
     def printed(self) -> _Lines | None:
         """Print them; `None`: what is to check of such calls depends on more than the range of entries."""
@@ -343,24 +357,22 @@ class _Lines:
                 elif name in layout.index_tensors and at not in known:
                     known[at] = self.reading(spec, name, place, reads, key)
             key += self.limits(number, extents)
-            wrong += self.ranges(spec, place, output, known)
+            wrong += self.ranges(spec, place, output)
             limits = limits_of(spec.statement)
             if limits.writes or any(least > 1 for _, _, least in limits.axes):
                 self.names[f"hold{number}"] = partial(limits.hold, drop_outside=spec.drop_outside)
                 own = "".join(f"t{at}, " for at in places)
                 wrong.append(f"not hold{number}(({own}), Extents(extents[{number}], shapes[{output}]))")
         kinds = self.kinds()
-        values = [n for n in range(len(pool)) if n not in known and f"shape{n}" not in self.names]
-        if artifact.generated:
-            # Kernels for such sizes have offsets of 32 bits.
-            wrong += [f"not 0 < t{n}.numel() < {WIDE}" for n in range(len(pool))]
-            wrong += [f"not 0 < {' * '.join(self.shapes())} < {WIDE}"] if self.shapes() else []
-        else:
-            wrong += [f"not t{n}.numel()" for n in values]
+        # Offsets of 32 bits address all cells, in generated kernels by far.
+        most = WIDE if artifact.generated else _MANY
+        wrong += [f"not 0 < t{n}.numel() < {most}" for n in range(len(pool))]
+        wrong += [f"not 0 < {' * '.join(sizes)} < {most}" for sizes in self.shapes().values() if sizes]
         if artifact.cuttable:
             # As `Sequences` tells sizes apart.
             sizes = [e for n, spec in enumerate(artifact.specs) for e in self.extents(n, spec)]
-            key += [f"({e} * {e}).bit_length()" for e in (*sizes, *self.shapes(), *self.hidden())]
+            written = chain(*self.shapes().values())
+            key += [f"({e} * {e}).bit_length()" for e in (*sizes, *written, *self.hidden())]
         facts = ", ".join(f"{at}: {text}" for at, text in known.items())
         self.text = [
             "def run(pool, extents, shapes, initial):",
@@ -381,22 +393,20 @@ class _Lines:
         return self
 
     def unpacked(self) -> list[str]:
-        specs = self.artifact.specs
-        extents = [self.extents(number, spec) for number, spec in enumerate(specs)]
+        extents = [self.extents(number, spec) for number, spec in enumerate(self.artifact.specs)]
         text = "".join(f"({''.join(f'{e}, ' for e in each)}), " if each else "_, " for each in extents)
-        shapes: dict[int, list[str]] = {}
-        for spec, output in zip(specs, self.artifact.outputs, strict=True):
-            shapes[output] = [f"s{output}_{a}" for a in range(len(spec.layout.output_plain))]
-        made = "".join(f"({''.join(f'{e}, ' for e in shapes[n])}), " if shapes[n] else "_, " for n in sorted(shapes))
+        shapes = [sizes for _, sizes in sorted(self.shapes().items())]
+        made = "".join(f"({''.join(f'{e}, ' for e in each)}), " if each else "_, " for each in shapes)
         return [f"({text}) = extents", f"({made}) = shapes"]
 
     @staticmethod
     def extents(number: int, spec: Spec) -> list[str]:
         return [f"e{number}_{i}" for i in range(len(spec.layout.indices))]
 
-    def shapes(self) -> list[str]:
+    def shapes(self) -> dict[int, list[str]]:
+        """The sizes of each output."""
         found = zip(self.artifact.specs, self.artifact.outputs, strict=True)
-        return list(dict.fromkeys(f"s{o}_{a}" for spec, o in found for a in range(len(spec.layout.output_plain))))
+        return {output: [f"s{output}_{a}" for a in range(len(spec.layout.output_plain))] for spec, output in found}
 
     def hidden(self) -> list[str]:
         """Sizes of tensors that are no extent of an index."""
@@ -431,23 +441,26 @@ class _Lines:
     def reading(self, spec: Spec, name: str, place: Mapping[str, int], reads: list[str], key: list[str]) -> str:
         """Print what is read of an index tensor, and return what makes its facts."""
         declared, at = spec.declared_facts.get(name, UNKNOWN), place[name]
-        facts = self.names[f"f{at}"] = declared
-        known = f"f{at}"
+        self.names[f"f{at}"], known = declared, f"f{at}"
+        whole = declared.proven and declared.masked is not None
         if spec.origin == "builder" and declared != UNKNOWN:
             reads += [f"cached = met.get(id(t{at}))"]
             reads += [f"if cached is None or cached[0]() is not t{at} or cached[1] != t{at}._version:"]
             reads += [f"    if not unwritten(t{at}):", "        return None"]
-            if facts.proven and facts.masked is not None:
+            if whole:
                 return known
-        elif facts.sorted or facts.unique or facts.unique_with:
+        elif declared.sorted or declared.unique or declared.unique_with:
             self.names |= {"verified": verified}
-            together = [n for n in (name, *facts.unique_with) if n in place]
+            together = [n for n in (name, *declared.unique_with) if n in place]
             reads += [f"k{at} = verified({name!r}, f{at}, {{{', '.join(f'{n!r}: t{place[n]}' for n in together)}}})"]
             known = f"k{at}"
             key.append(known)
         reads += [f"i{at} = seen.get(id(t{at}))"]
         reads += [f"if i{at} is None or i{at}.version != t{at}._version or i{at}.ref() is not t{at}:"]
         reads += [f"    i{at} = entries_of(t{at})"]
+        self.read.add(at)
+        if whole:
+            return known
         key.append(f"i{at}.low < 0")
         ascending = f"{known}.sorted"
         if self.artifact.generated or self.artifact.cuttable:
@@ -455,7 +468,7 @@ class _Lines:
             key.append(f"i{at}.ascending")
         return f"completed({known}, {ascending}, i{at}.low < 0)"
 
-    def ranges(self, spec: Spec, place: Mapping[str, int], output: int, known: Mapping[int, str]) -> list[str]:
+    def ranges(self, spec: Spec, place: Mapping[str, int], output: int) -> list[str]:
         """What tells that some entry may lie outside of what it addresses."""
         wrong: dict[str, None] = {}
         statement = spec.statement
@@ -464,7 +477,7 @@ class _Lines:
             for axis, subscript in enumerate(access.subscripts):
                 for inner in subscript.index_accesses():
                     at = place[inner.name]
-                    if not known.get(at, "").startswith("completed"):
+                    if at not in self.read:
                         continue
                     low = lowest_entry(spec.declared_facts.get(inner.name, UNKNOWN))
                     wrong[f"i{at}.low < {low}"] = None
@@ -482,7 +495,7 @@ class _Lines:
             return [f"{e} if {e} <= {most} else -1" if most < math.inf else e for e, most in found if most > 0]
         fixed = FixedExtents(bound, spec.options, tables)
         key = [_magnitude(extent, most) for extent, most in zip(extents, fixed.most, strict=True)]
-        hidden = zip(self.shapes(), spec.layout.output_places, strict=True)
+        hidden = zip(self.shapes()[self.artifact.outputs[number]], spec.layout.output_places, strict=True)
         key += [_magnitude(extent, -1) for extent, place in hidden if place is None]
         if bound.dtype == torch.float32:
             self.names["precision"] = torch._C._get_float32_matmul_precision

@@ -125,14 +125,6 @@ class Spec:
         """The promised facts by name."""
         return dict(self.facts)
 
-    @cached_property
-    def indexed(self) -> tuple[tuple[int, bool], ...]:
-        """The positions of index tensors, and whether a builder vouches for all their entries."""
-        built = {name for name, facts in self.facts if facts.proven and facts.masked is not None}
-        index_tensors, vouches = self.layout.index_tensors, self.origin == "builder"
-        places = enumerate(self.layout.tensors)
-        return tuple((at, vouches and name in built) for at, name in places if name in index_tensors)
-
     def to_json(self) -> str:
         return _to_json(self)
 

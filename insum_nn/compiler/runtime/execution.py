@@ -44,7 +44,6 @@ __all__ = [
     "Executables",
     "cache_info",
     "clear_cache",
-    "clearings",
     "executable",
     "forgets_programs",
     "from_graph",
@@ -156,16 +155,8 @@ _hits = 0
 _misses = 0
 
 
-class _Clearings:
-    """How often programs were forgotten; calls that are kept ready read it without a call of Python."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-clearings = _Clearings()
+# How often programs were forgotten.
+_generation = 0
 # What else keeps programs; `clear` forgets them.
 _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -177,7 +168,7 @@ def forgets_programs(keeper: Any) -> None:
 
 def generation() -> int:
     """How often the cache was cleared: what was made ready before a clearing must not be used after it."""
-    return clearings.count
+    return _generation
 
 
 def cache_info() -> CacheInfo:
@@ -191,9 +182,9 @@ def cache_info() -> CacheInfo:
 
 def clear_cache() -> None:
     """Forget every compiled program and every cached sparse structure."""
-    global _hits, _misses
+    global _generation, _hits, _misses
     with _lock:
-        clearings.count += 1
+        _generation += 1
         _cache.clear()
         for keeper in tuple(_keepers):
             keeper.clear()
@@ -362,12 +353,12 @@ def _cached(key: CacheKey, build: Callable[[], Executable]) -> Executable:
 
     def make() -> Executable:
         global _misses
-        begun = clearings.count
+        begun = _generation
         program = build()
         with _lock:
             _misses += 1
             # What was cleared in the meantime stays so.
-            if begun == clearings.count:
+            if begun == _generation:
                 _cache[key] = program
             while len(_cache) > CACHE_LIMIT:
                 _cache.popitem(last=False)

@@ -166,7 +166,8 @@ class Program:
             followed = followed_by(ordered, initial)
             if followed is None:
                 # `call_kind`, written out: every call comes here.
-                printed = spec.calls and spec.calls.get((ordered[0].is_cuda, *map(dtype_of, ordered)))
+                kind = (ordered[0].is_cuda, *map(dtype_of, ordered)) if spec.calls else ()
+                printed = spec.calls.get(kind)
                 result = printed.call(ordered, initial, merged, shape) if printed else None
                 if result is not None:
                     return result

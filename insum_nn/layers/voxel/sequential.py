@@ -85,7 +85,8 @@ class SparseSequential(SparseModule):
     """A sequence of sparse modules and dense ones, which are applied to the features.
 
     Takes modules, one `OrderedDict` of them, or keyword arguments. A module that is no `SparseModule` gets the features
-    of a sparse tensor; after `ToDense` modules get the dense tensor.
+    of a sparse tensor; after `ToDense` modules get the dense tensor. A call returns what the last module returns, so
+    its type is `Any`, as that of `torch.nn.Sequential` is.
 
     >>> model = SparseSequential(nn.Linear(1, 2), nn.ReLU())
     >>> x = SparseConvTensor(torch.ones(3, 1), torch.tensor([[0, 0], [0, 1], [0, 2]], dtype=torch.int32), [3], 1)

@@ -159,9 +159,12 @@ def _versions(spec: Spec, tensors: Sequence[Tensor]) -> Versions | None:
     found: list[tuple[int, Callable[[], Tensor | None], int, bool]] = []
     # The range of a sum that addresses the output is of the very tensors that were read, whatever a builder says.
     sums = writes_sums(spec.statement)
-    for at, vouched in spec.indexed:
+    built = {name for name, facts in spec.facts if facts.proven and facts.masked is not None}
+    for at, name in enumerate(spec.layout.tensors):
+        if name not in spec.layout.index_tensors:
+            continue
         tensor = tensors[at]
-        spoken_for = vouched and not sums and unwritten(tensor)
+        spoken_for = name in built and spec.origin == "builder" and not sums and unwritten(tensor)
         if not tensor.is_inference():
             found.append((at, weakref.ref(tensor), tensor._version, spoken_for))
         elif spoken_for:
