@@ -27,7 +27,7 @@ from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.layers import BlockSparseLinear, GCNConv, SparseConv3d, SparseConvTensor, TensorProductConv
 from insum_nn.models import minkunet
 from tests.layers.every_layer import EVERY_LAYER, MORE_MODES
-from tests.packages import run_alone
+from tests.packages import run_all_alone
 
 
 def foreign(graph: GraphModule) -> set[str]:
@@ -99,26 +99,15 @@ def test_a_compiled_graph_convolution_refuses_edges_that_point_outside():
 
 
 class Graph(nn.Module):
-    """Two graph convolutions."""
+    """Two graph convolutions around a block-sparse linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = GCNConv(7, 16), GCNConv(16, 3)
+        self.first, self.second = GCNConv(7, 48), GCNConv(64, 3)
+        self.sparse = BlockSparseLinear(48, 64, block_shape=16, density=0.4)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        return self.second(self.first(x, edges).relu(), edges)
-
-
-class Pruned(nn.Module):
-    """A block-sparse linear layer and a dense one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sparse = BlockSparseLinear(48, 64, block_shape=16, density=0.4)
-        self.dense = nn.Linear(64, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dense(self.sparse(x).relu())
+        return self.second(self.sparse(self.first(x, edges).relu()).relu(), edges)
 
 
 class Potential(nn.Module):
@@ -205,7 +194,6 @@ def test_numbers_of_voxels_without_a_bound_stay_within_int64():
 VOXELS = Dim("voxels", min=2, max=1 << 20)
 PACKAGES: dict[str, tuple[Any, Any, Any]] = {
     "graph": (Graph, _graph, ({0: NODES}, {1: EDGES})),
-    "pruned": (Pruned, lambda rows, _: (torch.randn(rows, 48),), ({0: Dim("rows", min=2, max=1 << 20)},)),
     "scene": (Scene, _cloud, ({0: VOXELS}, {0: VOXELS})),
     "forces": (Potential, _atoms, ({0: NODES}, {0: NODES}, {1: EDGES})),
 }
@@ -245,14 +233,13 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> Generator[Callable[[st
 @pytest.mark.compile
 # Of torch's own exporter.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-# That of graph convolutions runs in a program without Python, below.
-@pytest.mark.parametrize("name", [name for name in PACKAGES if name != "graph"])
-def test_a_package_runs_where_this_package_cannot_be_imported(
-    name: str, packaged: Callable[[str], tuple[Any, str]], tmp_path: Path
-):
-    module, package = packaged(name)
-    cases = [PACKAGES[name][1](*sizes) for sizes in ((9, 40), (23, 11))]
-    assert run_alone(module, cases, package, tmp_path) == "equal"
+def test_packages_run_where_this_package_cannot_be_imported(packaged: Callable[[str], tuple[Any, str]], tmp_path: Path):
+    models = []
+    # That of graph convolutions runs in a program without Python, below.
+    for name in ("scene", "forces"):
+        module, package = packaged(name)
+        models.append((module, [PACKAGES[name][1](*sizes) for sizes in ((9, 40), (23, 11))], package))
+    assert run_all_alone(models, tmp_path) == "equal"
 
 
 @pytest.mark.slow
