@@ -24,8 +24,17 @@ from torch.utils._sympy.numbers import int_oo
 
 import insum_nn
 from insum_nn.compiler.runtime.composite import statement_choice
-from insum_nn.layers import BlockSparseLinear, GCNConv, SparseConv3d, SparseConvTensor, TensorProductConv
-from insum_nn.models import minkunet
+from insum_nn.layers import (
+    BlockSparseLinear,
+    GCNConv,
+    SparseConv3d,
+    SparseConvTensor,
+    SparseInverseConv3d,
+    SparseSequential,
+    SubMConv3d,
+    TensorProductConv,
+)
+from insum_nn.models import MinkUNet
 from tests.layers.every_layer import EVERY_LAYER, MORE_MODES
 from tests.packages import run_all_alone
 
@@ -130,15 +139,19 @@ class Potential(nn.Module):
 
 
 class Scene(nn.Module):
-    """Scores of voxels by a small MinkUNet, which builds its maps."""
+    """Scores of voxels by a network that builds its maps, by default one layer of each kind of a MinkUNet's."""
 
     SHAPE = (20, 17, 9)
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
-        levels = minkunet._LEVELS
-        planes = (*(4, 6, 6, 8)[:levels], *(8, 6, 4, 4)[-levels:])
-        self.net = minkunet.MinkUNet(4, 5, layers=(1,) * len(planes), planes=planes, init_dim=4)
+        self.net = net or SparseSequential(
+            *(SubMConv3d(4, 4, 5, bias=False), nn.BatchNorm1d(4), nn.ReLU()),
+            *(SparseConv3d(4, 6, 2, 2, indice_key="down"), nn.BatchNorm1d(6), nn.ReLU()),
+            SubMConv3d(6, 6, 3),
+            SparseInverseConv3d(6, 4, 2, "down"),
+            SubMConv3d(4, 5, 1),
+        )
 
     def forward(self, features: Tensor, voxels: Tensor) -> Tensor:
         return self.net(SparseConvTensor(features, voxels, self.SHAPE, 2)).features
@@ -224,8 +237,10 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> Generator[Callable[[st
         return module, str(torch._inductor.aoti_compile_and_package(program, package_path=str(path)))
 
     with pytest.MonkeyPatch.context() as patch:
-        # The three other resolutions of a MinkUNet repeat this, in a minute of compiling for each.
-        patch.setattr(minkunet, "_LEVELS", 1)
+        # Only C++ compiles faster without these; the kernels are compiled as for anyone.
+        how = {"compile_wrapper_opt_level": "O0", "enable_line_tables": False, "enable_frame_pointer": False}
+        for name, value in how.items():
+            patch.setattr(torch._inductor.config.aot_inductor, name, value)
         yield build
 
 
@@ -261,4 +276,5 @@ def test_a_package_runs_in_a_program_without_python(packaged: Callable[[str], tu
 def test_the_sizes_of_traced_maps_are_not_compared(monkeypatch: pytest.MonkeyPatch):
     """How large a map is that a program makes decides nothing while it is traced, on a GPU too."""
     monkeypatch.setattr(statement_choice, "by_table", lambda *_: True)
-    exported("scene", Scene(), _cloud(9, 40))
+    net = MinkUNet(4, 5, layers=(1,) * 8, planes=(4, 6, 6, 8, 8, 6, 4, 4), init_dim=4)
+    exported("scene", Scene(net), _cloud(9, 40))

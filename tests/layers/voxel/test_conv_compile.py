@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from insum_nn.layers.voxel.conv import (
     SparseConv3d,
@@ -85,7 +86,7 @@ def test_layers(name):
     joint = name in ("dense", "global max", "pointwise with a key")
     model, x = LAYERS[name](), cloud()
     twin = copy.deepcopy(model)
-    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager" if joint else "eager")
+    counted = CompileCounterWithBackend("aot_eager" if joint else "eager")
     # The second cloud has another size, which the first compilation did not know; where forward and backward are
     # traced together, which takes long, sizes are free from the beginning.
     compiled = torch.compile(twin, fullgraph=True, backend=counted, dynamic=True if joint else None)
@@ -128,7 +129,7 @@ def test_a_compiled_tensor_goes_on_in_eager():
 
 def test_one_map_for_a_key():
     torch._dynamo.reset()
-    counted = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    counted = CompileCounterWithBackend("eager")
     layers = SparseSequential(*(SubMConv3d(4, 4, 3, indice_key="a") for _ in range(3)))
     torch.compile(layers, fullgraph=True, backend=counted)(cloud())
     (graph,) = counted.graphs
