@@ -143,14 +143,13 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
 
     monkeypatch.setattr(interpreter_module, "_patch_lang_tensor", patch_with_index)
     patch_lang: Any = interpreter_module._patch_lang
-    patched: set[tuple[int, ...]] = set()
+    patched: dict[tuple[int, ...], Any] = {}
 
     def patch_once(function: Any) -> Any:
         # For every launch, and every call of a function in it, Triton would look through its whole library again.
         modules = tuple(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
         if modules not in patched:
-            patched.add(modules)
-            patch_lang(function)
+            patched[modules] = patch_lang(function)
         return SimpleNamespace(restore=lambda: None)
 
     monkeypatch.setattr(interpreter_module, "_patch_lang", patch_once)
@@ -170,6 +169,10 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
     insum_nn.clear_cache()
     yield ranges
     insum_nn.clear_cache()
+    for scope in reversed(patched.values()):
+        # Triton 3.5 has none.
+        if scope is not None:
+            scope.restore()
     # What Triton patches for functions that a kernel calls it leaves so; a compiler cannot use it.
     for owner, own in before.items():
         for name, value in own.items():
