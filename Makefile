@@ -99,7 +99,8 @@ demo: $(DEMO_READY) ## train five small networks on our layers, compare each wit
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN_ENV) $(PY) examples/demo.py --size tiny --out $(OUTPUT)/demo
 
 test: $(READY) doctest ## run all CPU tests, and list the slowest twenty
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) -m "not gpu" --durations 20 --durations-min 5
+	@# A process takes tests in their order until it has none left: what a module prepares is prepared once, by one process.
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m "not gpu" --durations 20 --durations-min 5
 
 # Another e3nn, by default the oldest that the extra allows, which MACE pins; all other packages are the environment's.
 E3NN ?= $(shell sed -n 's/^e3nn = .*e3nn>=\([0-9.]*\).*/\1/p' pyproject.toml)

@@ -47,6 +47,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(2000, 10, 100)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _few_to_collect() -> None:
+    """What earlier modules left is not looked through again: tests and benchmarks collect hundreds of times."""
+    gc.collect()
+    gc.freeze()
+
+
 def _gpus_of(item: pytest.Item) -> int:
     return 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
 

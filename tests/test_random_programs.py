@@ -380,8 +380,9 @@ def test_largest_extent_is_honoured() -> None:
         assert max(bind(random_program(seed, max_size=2)).values(), default=0) <= 2
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(5))
 def test_insum_agrees_with_the_loops(block: int) -> None:
+    """Half of the seeds: tests/compiler/test_property.py compares others with an interpreter, and that with these."""
     from insum_nn import insum
 
     for seed in SEEDS[block::10]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,21 +28,27 @@ class Ranges:
     """The bytes that the tensors of a running kernel occupy."""
 
     def __init__(self) -> None:
-        self.known: list[tuple[int, int]] = []
+        self.enter(())
 
     def enter(self, arguments: tuple[Any, ...]) -> None:
-        self.known = []
+        known: list[tuple[int, int]] = []
         for tensor in arguments:
             if isinstance(tensor, Tensor) and tensor.numel():
                 reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-                self.known.append((tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()))
+                known.append((tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()))
+        # In order, and those that meet as one: an address is looked for in one range alone. Nothing is below the first.
+        merged = [(0, 0)]
+        for low, high in sorted(known):
+            if low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        self.lows, self.highs = np.array(merged, dtype=np.uint64).T.copy()
 
     def check(self, pointers: Any, mask: Any, what: str) -> None:
         addresses = np.asarray(pointers, dtype=np.uint64)
         active = addresses[np.broadcast_to(np.asarray(mask, dtype=bool), addresses.shape)]
-        inside = np.zeros(active.shape, dtype=bool)
-        for low, high in self.known:
-            inside |= (active >= low) & (active < high)
+        inside = active < self.highs[np.searchsorted(self.lows, active, side="right") - 1]
         # The interpreter goes on with addresses as they are, and would end the process.
         if not inside.all():
             raise AssertionError(f"a kernel {what} {int((~inside).sum())} cells outside of every tensor")
@@ -121,10 +128,38 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     monkeypatch.setattr(interpreter_module, "_patch_lang_tensor", patch_with_index)
+    patch_lang: Any = interpreter_module._patch_lang
+    patched: dict[tuple[int, ...], Any] = {}
+
+    def patch_once(function: Any) -> Any:
+        # For every launch, and every call of a function in it, Triton would look through its whole library again.
+        modules = tuple(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+        if modules not in patched:
+            patched[modules] = patch_lang(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    monkeypatch.setattr(interpreter_module, "_patch_lang", patch_once)
+    numpy_type: Any = interpreter_module._get_np_dtype
+    types: dict[str, Any] = {}
+
+    def remembered_type(dtype: Any) -> Any:
+        # Triton's own makes a table of all of its types at every call.
+        name = dtype.scalar.name
+        if name not in types:
+            types[name] = numpy_type(dtype.scalar)
+        return types[name]
+
+    monkeypatch.setattr(interpreter_module, "_get_np_dtype", remembered_type)
+    # Eight operations for each sum and product of integers, of which nothing is made where no one debugs.
+    monkeypatch.setattr(interpreter_module.interpreter_semantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     insum_nn.clear_cache()
     yield ranges
     insum_nn.clear_cache()
+    for scope in reversed(patched.values()):
+        # Triton 3.5 has none.
+        if scope is not None:
+            scope.restore()
     # What Triton patches for functions that a kernel calls it leaves so; a compiler cannot use it.
     for owner, own in before.items():
         for name, value in own.items():

@@ -37,6 +37,9 @@ print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_
 
 def run(folder: Path) -> str:
     environment = {**os.environ, "INSUM_NN_CACHE_DIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch")}
+    # Each would compile torch's headers in an empty folder, for longer than the one kernel: by themselves, and to see
+    # which vectors a compiler knows.
+    environment |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     root = Path(__file__).parents[2]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, timeout=240, check=False)

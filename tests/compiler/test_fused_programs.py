@@ -34,7 +34,9 @@ from tests.compiler.fused_cases import (
     SCHEDULES,
     TABLES,
     assert_right,
+    by_terms,
     draw,
+    exact,
     kernel_along,
     kernels_of,
     named,
@@ -49,6 +51,14 @@ from tests.compiler.interpreted import interpreter
 __all__ = ["interpreter"]
 
 SETS = ("xyw", "xy", "xw", "wx", "zyw", "yz", "zw", "yw", "xz", "wxzy")
+
+
+@pytest.mark.parametrize("role", "xywz")
+def test_the_oracle_is_the_reference_interpreter(role: str):
+    tensors = exact(draw(3, holes=True))
+    (program,), (given,) = programs(role), named(role, tensors)
+    want = program.reference(tensors=given, out_shape=shape_of(role, 3))
+    torch.testing.assert_close(by_terms(role, tensors), want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -242,7 +242,7 @@ def test_a_convolution_of_tensor_products_and_its_gradients_are_launches(
         graph = traced(gradients(potential(generated), 2), *draw(9, 40))
     assert len(launches(graph)) >= 10
     assert not [node for node in graph.graph.nodes if "insum_nn" in str(node.target)]
-    inputs = [draw(*sizes) for sizes in ((9, 40), (23, 11), (4, 130))]
+    inputs = [draw(*sizes) for sizes in ((23, 11), (4, 40))]
     wants = [gradients(potential(plain), 2)(*each) for each in inputs]
     ranges = request.getfixturevalue("interpreter")
     for each, want in zip(inputs, wants, strict=True):

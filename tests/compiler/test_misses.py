@@ -229,7 +229,7 @@ def agree(program: RandomProgram, options: Options) -> int:
     return sum(int(mask.sum()) for mask in where.values())
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 def test_random_programs(number: int):
     torch.manual_seed(number)
     found = 0
@@ -252,7 +252,7 @@ def generated(program: RandomProgram) -> RandomProgram | None:
 def test_generated_kernels(interpreter: None):
     torch.manual_seed(0)
     ran = found = 0
-    for seed in range(6000, 6070):
+    for seed in range(6000, 6040):
         program = generated(random_program(seed, max_size=3, profile="smooth"))
         if program is None:
             continue
@@ -261,8 +261,8 @@ def test_generated_kernels(interpreter: None):
             ran += 1
         except (InsumFormatError, InsumBackendError):
             continue
-    assert ran > 40
-    assert found > 100
+    assert ran > 24
+    assert found > 60
 
 
 # Factors of generated kernels that belong to a slot: where the slot has no entry, they are not finite.

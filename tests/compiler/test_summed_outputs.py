@@ -22,9 +22,12 @@ from tests.compiler.fused_cases import (
     SCHEDULES,
     STATEMENTS,
     TABLES,
+    by_terms,
     draw,
+    exact,
     kernel_along,
     run,
+    scale_of,
     shape_of,
 )
 from tests.compiler.interpreted import interpreter
@@ -60,16 +63,12 @@ def given(pairs: Sequence[str], tensors: dict[str, Tensor]) -> list[dict[str, Te
 
 
 def assert_right(pairs: Sequence[str], tensors: dict[str, Tensor], found: Sequence[Tensor]) -> None:
-    """By the reference interpreter, in float64."""
-    u = tensors["dZ"].shape[2]
-    exact = {n: t.cpu().double() if t.is_floating_point() else t.cpu() for n, t in tensors.items()}
-    sizes = {n: t.abs() if t.is_floating_point() else t for n, t in exact.items()}
+    doubled = exact(tensors)
     want: dict[str, Tensor] = {}
     scale: dict[str, Tensor] = {}
-    for (role, _), program, own, large in zip(
-        pairs, summed(pairs), given(pairs, exact), given(pairs, sizes), strict=True
-    ):
-        part, bound = (program.reference(tensors=t, out_shape=shape_of(role, u)) for t in (own, large))
+    for role, left in pairs:
+        own = doubled | {NAMES[left]: doubled[f"g{NAMES[left]}"]}
+        part, bound = by_terms(role, own), scale_of(role, own)
         want[role] = want[role] + part if role in want else part
         scale[role] = scale[role] + bound if role in scale else bound
     assert len(found) == len(want)

@@ -21,7 +21,8 @@ from tests.layers.every_layer import EVERY_LAYER
 
 # What equivariant networks are made of; other layers are traced in test_traced_graphs.py.
 EQUIVARIANT = [name for name in EVERY_LAYER if "Tensor" in name or name in ("Linear", "Gate", "SphericalHarmonics")]
-TRAINED = ("FullyConnectedTensorProduct", "TensorProduct, weights of samples", "TensorProductConv")
+# With parameters, and with weights and edges.
+TRAINED = ("FullyConnectedTensorProduct", "TensorProductConv")
 
 
 def traced(module: nn.Module, inputs: Sequence[Tensor], state: dict[str, Tensor]) -> GraphModule:

@@ -19,7 +19,16 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("torch_geometric")
 pytest.importorskip("e3nn")
 
-from tests.layers.training_networks import IN_PROCESSES, NETWORKS, Losses, pair, sgd, steps, train_as_a_rank
+from tests.layers.training_networks import (
+    IN_PROCESSES,
+    IN_PROCESSES_STEPS,
+    NETWORKS,
+    Losses,
+    pair,
+    sgd,
+    steps,
+    train_as_a_rank,
+)
 from tests.ranks import run_ranks
 
 every_network = pytest.mark.parametrize("name", NETWORKS)
@@ -289,7 +298,7 @@ def test_two_processes(tmp_path: Path, kind_of_ranks: str):
     for name in IN_PROCESSES:
         found = pair(name, torch.device(kind_of_ranks))
         update, wanted = sgd(found.reference.parameters(), found.rate), list[list[float]]()
-        for _ in range(5):
+        for _ in range(IN_PROCESSES_STEPS):
             update.zero_grad()
             both = [found.reference(*batch) for batch in found.batches[:2]]
             (sum(both) / 2).backward()

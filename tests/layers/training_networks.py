@@ -16,7 +16,18 @@ from benchmarks.registry import Setting
 from insum_nn.layers import BlockSparseLinear
 from tests.ranks import device_of, meeting
 
-__all__ = ["IN_PROCESSES", "NETWORKS", "RATES", "Losses", "Pair", "pair", "sgd", "steps", "train_as_a_rank"]
+__all__ = [
+    "IN_PROCESSES",
+    "IN_PROCESSES_STEPS",
+    "NETWORKS",
+    "RATES",
+    "Losses",
+    "Pair",
+    "pair",
+    "sgd",
+    "steps",
+    "train_as_a_rank",
+]
 
 Batch = tuple[Any, ...]
 # By network: the learning rate at which a few steps change the loss by more than a hundredth.
@@ -24,6 +35,8 @@ RATES = {"gcn": 2.0, "unet": 0.05, "nequip": 1.0, "mlp": 0.1, "energies": 1.0}
 NETWORKS = ("gcn", "unet", "nequip", "mlp")
 # "energies" is the potential without forces in its loss.
 IN_PROCESSES = (*NETWORKS, "energies")
+# Momentum is there from the second on.
+IN_PROCESSES_STEPS = 3
 
 
 class _Masked(nn.Module):
@@ -160,7 +173,7 @@ def train_as_a_rank(rank: int, folder: str, kind: str) -> None:
     }
 
     def train(model: Any, found: Pair, way: str, call: Any = None) -> None:
-        losses = steps(model, [found.batches[rank]], found.rate, call=call)
+        losses = steps(model, [found.batches[rank]], found.rate, IN_PROCESSES_STEPS, call=call)
         torch.save(losses, f"{folder}/{way}-{rank}.pt")
 
     with meeting(device, rank, folder):

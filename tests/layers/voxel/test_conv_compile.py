@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from insum_nn.layers.voxel.conv import (
     SparseConv3d,
@@ -80,13 +81,16 @@ def features_of(result: SparseConvTensor | torch.Tensor) -> torch.Tensor:
 # With their gradients single layers are traced in test_traced_graphs.py too, and whole networks below.
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
+    """Values, gradients, voxels and maps of clouds of several sizes, for which a layer is compiled twice at most."""
     torch._dynamo.reset()
-    backend = "aot_eager" if name in ("dense", "global max", "pointwise with a key") else "eager"
+    joint = name in ("dense", "global max", "pointwise with a key")
     model, x = LAYERS[name](), cloud()
     twin = copy.deepcopy(model)
-    compiled = torch.compile(twin, fullgraph=True, backend=backend)
-    # The second cloud has another size, which the first compilation did not know.
-    for seed, count in ((0, 25), (1, 18)):
+    counted = CompileCounterWithBackend("aot_eager" if joint else "eager")
+    # The second cloud has another size, which the first compilation did not know; where forward and backward are
+    # traced together, which takes long, sizes are free from the beginning.
+    compiled = torch.compile(twin, fullgraph=True, backend=counted, dynamic=True if joint else None)
+    for seed, count in enumerate((25, 18, 22, 13, 30)):
         x = cloud(count=count, seed=seed)
         results, gradients = [], []
         for run, owner in ((model, model), (compiled, twin)):
@@ -104,6 +108,7 @@ def test_layers(name):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     for got, want in zip(twin.buffers(), model.buffers(), strict=True):
         torch.testing.assert_close(got, want)
+    assert counted.frame_count <= (1 if joint else 2)
 
 
 def test_a_compiled_tensor_goes_on_in_eager():
@@ -124,22 +129,13 @@ def test_a_compiled_tensor_goes_on_in_eager():
 
 def test_one_map_for_a_key():
     torch._dynamo.reset()
-    counted = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    counted = CompileCounterWithBackend("eager")
     layers = SparseSequential(*(SubMConv3d(4, 4, 3, indice_key="a") for _ in range(3)))
     torch.compile(layers, fullgraph=True, backend=counted)(cloud())
     (graph,) = counted.graphs
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert sum("insum_nn.kernel_map" in name for name in called) == 1
     assert sum("insum_nn.prove_sites" in name for name in called) == 1
-
-
-def test_sizes_are_not_compiled_again():
-    torch._dynamo.reset()
-    counted = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    compiled = torch.compile(network().eval(), fullgraph=True, backend=counted)
-    for seed, count in enumerate((25, 18, 22, 13, 30)):
-        compiled(cloud(count=count, seed=seed))
-    assert counted.frame_count <= 2
 
 
 def test_bad_voxels_are_refused_when_the_compiled_code_runs():
@@ -170,10 +166,13 @@ def test_no_voxels_in_evaluation():
 
 
 def test_minkunet(monkeypatch):
-    """Two of its four resolutions and their gradients; in evaluation it is exported in test_traced_graphs.py."""
+    """One of its four coarser resolutions, and gradients; two are in `network`, whose maps are of the same kinds.
+
+    In evaluation it is exported in test_traced_graphs.py.
+    """
     torch._dynamo.reset()
     shape = [20, 17, 9]
-    planes = (4, 6, 4, 4)
+    planes = (4, 4)
     monkeypatch.setattr(minkunet, "_LEVELS", len(planes) // 2)
     model = minkunet.MinkUNet(4, 5, layers=(1,) * len(planes), planes=planes, init_dim=4)
     twin = copy.deepcopy(model)
