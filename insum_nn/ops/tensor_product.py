@@ -275,18 +275,9 @@ class _Sums(NamedTuple):
         if torch._C._is_any_autocast_enabled() and under_autocast(some.device):
             with without_autocast(some.device):
                 return self.totals(grads, requested, operands)
-
-        def separately(roles: Sequence[str]) -> list[Tensor]:
-            made: dict[str, Tensor] = {}
-            for left, grad in grads.items():
-                own = [role for role in roles if role != left]
-                for role, part in self.run(own, {**operands, left: grad}, plain=True).items():
-                    made[role] = made[role].add_(part) if role in made else part
-            return [made[role] for role in roles]
-
         every = self.reads({**operands, **{f"g{left}": grad for left, grad in grads.items()}})
         roles = roles_of(layout, requested, some.device, some.dtype, tuple(grads))
-        return roles.jointly(every, self.rows, self.key(operands), separately)
+        return roles.jointly(every, self.rows, self.key(operands))
 
     def in_modes(self, requested: str, operands: Mapping[str, Tensor]) -> Tensor:
         factors, ends = {role: operands[role] for role in others(requested)}, self.indices

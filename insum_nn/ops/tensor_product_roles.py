@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 
@@ -294,39 +294,27 @@ class Roles:
             rows: of each role.
             key: what decides the shapes, dtypes and devices of all these: they are plain, and no mode is active.
         """
-
-        def alone(role: str) -> Tensor:
-            return self.sources[role](operands, rows[role], key)
-
-        found = self.jointly(operands, rows, key, lambda roles: [alone(role) for role in roles])
-        for role in self.sources:
+        found = self.jointly(operands, rows, key)
+        for role, source in self.sources.items():
             if role not in found:
-                found[role] = alone(role)
+                found[role] = source(operands, rows[role], key)
         return found
 
-    def jointly(
-        self,
-        operands: Operands,
-        rows: Mapping[str, int],
-        key: Hashable,
-        separately: Callable[[Sequence[str]], list[Tensor]],
-    ) -> dict[str, Tensor]:
+    def jointly(self, operands: Operands, rows: Mapping[str, int], key: Hashable) -> dict[str, Tensor]:
         """Return the tensors of those that are computed together.
 
         Args:
             operands: of the call; "gx" is a gradient of `x`, which stands in its place.
             rows: of each role.
             key: as in a call.
-            separately: computes some roles one by one: what one kernel is measured against.
         """
         found: dict[str, Tensor] = {}
         for joint, parts in zip(self.joint, self._parts, strict=True):
             named: list[Mapping[str, Tensor]] = []
             for part in parts:
                 for step in part.steps:
-                    named.append(step.named(operands) if joint.programs.reads_all else _Named(step, operands))
-            shapes = partial(_shapes, parts, rows)
-            made = joint.programs.together(named, shapes, key, partial(separately, joint.results))
+                    named.append(_Named(step, operands))
+            made = joint.programs.together(named, partial(_shapes, parts, rows), key)
             if made is None:
                 continue
             at = 0

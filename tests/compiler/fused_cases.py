@@ -11,8 +11,10 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.runtime.composite import fused_programs as fused_module
+from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
+from insum_nn.compiler.runtime.composite.fused_kernels import One
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
+from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
 
@@ -25,10 +27,12 @@ __all__ = [
     "TABLES",
     "assert_right",
     "by_terms",
+    "described",
     "draw",
     "exact",
     "kernel_along",
     "kernels_of",
+    "made_by",
     "named",
     "ones_of",
     "programs",
@@ -126,10 +130,35 @@ def assert_right(roles: str, tensors: dict[str, Tensor], found: list[Tensor]) ->
         assert_matches(got.cpu(), by_terms(role, doubled), dtype=got.dtype, kind="sum", scale=scale)
 
 
-def ones_of(roles: str, tensors: dict[str, Tensor]) -> list[fused_module._One]:
-    u = tensors["dZ"].shape[2]
-    triples = enumerate(zip(roles, programs(roles), named(roles, tensors), strict=True))
-    return [fused_module._one(n, program, given, shape_of(role, u), {}) for n, (role, program, given) in triples]
+def described(
+    numbers: Sequence[int],
+    programs: Sequence[insum_nn.Program],
+    given: Sequence[dict[str, Tensor]],
+    shapes: Sequence[tuple[int, ...]],
+) -> tuple[list[One], list[Tensor]]:
+    """Programs on tensors, of which each stands once among those of the call, but for tables; and these tensors."""
+    pool: list[Tensor] = []
+    slots: dict[object, int] = {}
+    ones: list[One] = []
+    for number, program, named, shape in zip(numbers, programs, given, shapes, strict=True):
+        spec, places = program.spec, list[int]()
+        for name in spec.layout.tensors:
+            key = (name, len(ones)) if name in dict(spec.static) else name
+            if key not in slots:
+                slots[key] = len(pool)
+                pool.append(named[name])
+            places.append(slots[key])
+        tensors = [pool[at] for at in places]
+        extents = spec.agree(tensors, program.sizes, shape)
+        assert extents is not None
+        bound, chosen = prepare(spec, tensors, None, extents)
+        ones.append(One.of(number, bound, chosen, tuple(places), pool, extents))
+    return ones, pool
+
+
+def ones_of(roles: str, tensors: dict[str, Tensor]) -> tuple[list[One], list[Tensor]]:
+    shapes = [shape_of(role, tensors["dZ"].shape[2]) for role in roles]
+    return described(range(len(roles)), programs(roles), named(roles, tensors), shapes)
 
 
 def kernels_of(ones: Sequence[Any], *, deterministic: bool = False) -> list[Any]:
@@ -141,7 +170,15 @@ def kernels_of(ones: Sequence[Any], *, deterministic: bool = False) -> list[Any]
 
 def kernel_along(ones: Sequence[Any], walk: tuple[str, str], *, deterministic: bool = False) -> Any:
     """The kernel whose terms are walked by one index tensor."""
-    return fused_module._along(ones, walk, fused_module._plan_of(ones), deterministic)
+    return fused_module._along(ones, walk, fused_module._plan_of(ones), GENERATED, deterministic)
+
+
+def made_by(found: Any, ones: Sequence[One], pool: Sequence[Tensor], schedule: Schedule | None = None) -> list[Tensor]:
+    """All outputs by a kernel, under a schedule."""
+    call = fused_module._Call.of(found, ones, pool)
+    generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
+    made = generated.prepare_all(tensors := [pool[at] for at in call.places], call.extents)(tensors)
+    return [made[at] for at in found.order]
 
 
 def run(
@@ -149,31 +186,23 @@ def run(
 ) -> list[Tensor]:
     """All outputs: by one kernel, or one by one."""
 
-    def separately() -> list[Tensor]:
+    with torch.no_grad():
+        made = fused.together(named, lambda: shapes, key)
+        if made is not None:
+            return made
         sums: dict[int, Tensor] = {}
         for program, number, given, shape in zip(fused.programs, fused._outputs, named, shapes, strict=True):
             part = program(tensors=given, out_shape=shape)
             sums[number] = sums[number] + part if number in sums else part
         return [*sums.values()]
 
-    with torch.no_grad():
-        made = fused.together(named, lambda: shapes, key, separately)
-        return separately() if made is None else made
-
 
 def together(
     roles: str, tensors: dict[str, Tensor], schedule: Schedule | None = None, walk: tuple[str, str] | None = None
 ) -> list[Tensor]:
     """All outputs by one kernel, under a schedule and along a walk."""
-    ones = ones_of(roles, tensors)
-    found = kernels_of(ones)[0] if walk is None else kernel_along(ones, walk)
-    given = named(roles, tensors)
-    ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
-    owned = [one for one in ones if found.order[one.number] == 0]
-    extents = fused_module._extents(owned, found.walk, ordered, found.spec, found.static)
-    generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
-    made = generated.prepare_all(ordered, extents)(ordered)
-    return [made[at] for at in found.order]
+    ones, pool = ones_of(roles, tensors)
+    return made_by(kernels_of(ones)[0] if walk is None else kernel_along(ones, walk), ones, pool, schedule)
 
 
 SCHEDULES = {

@@ -22,7 +22,7 @@ from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.kernels import generated as generated_module
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.passes.fuse_outputs import clusters
-from insum_nn.compiler.runtime.composite import fused_programs as fused_module
+from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
@@ -98,7 +98,7 @@ def test_dtypes(dtype: torch.dtype):
     else:
         # Sums in memory would be rounded at every step.
         with pytest.raises(FormError, match="fp16 or bf16"):
-            kernel_along(ones_of("xyw", tensors), ("Dst", "e"))
+            kernel_along(ones_of("xyw", tensors)[0], ("Dst", "e"))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -113,7 +113,7 @@ def test_schedules(which: str, walk: str, holes: bool):
 @pytest.mark.parametrize("walk", ["Src", "Dst"])
 def test_every_candidate_is_right(walk: str):
     tensors = draw(40)
-    form = kernel_along(ones_of("xyw", tensors), (walk, "e")).generated.form
+    form = kernel_along(ones_of("xyw", tensors)[0], (walk, "e")).generated.form
     tried = list(candidates(form))
     assert len(tried) > 3
     assert {adds_rows(form, schedule) for schedule in tried} == {True, False}
@@ -152,8 +152,8 @@ def test_other_edges_of_the_same_shapes(monkeypatch: pytest.MonkeyPatch):
     shapes = [shape_of(role, 4) for role in "xyw"]
     first, second, holes = draw(4), draw(4), draw(4, holes=True)
     decided: list[object] = []
-    prepare = FusedPrograms._prepare
-    monkeypatch.setattr(FusedPrograms, "_prepare", lambda *given: decided.append(given) or prepare(*given))
+    plain = fused_module.FusedKernels.run
+    monkeypatch.setattr(fused_module.FusedKernels, "run", lambda *given: decided.append(given) or plain(*given))
     # Of the first two the same holds; of a tensor with missing entries something else does.
     for tensors, decisions in ((first, 1), (second, 1), (first, 1), (holes, 2)):
         assert_right("xyw", tensors, run(fused, named("xyw", tensors), shapes, 0))
@@ -239,13 +239,13 @@ def test_statements_that_nobody_planned_for():
 def test_what_is_not_measured_adds_to_nothing_where_that_can_be(monkeypatch: pytest.MonkeyPatch):
     """Features of few cells are cheap to add to, so that the walk by receivers comes first; small sums do without."""
     taken: list[list[bool]] = []
-    plain = fused_module.Generated.prepare_all
+    plain = fused_module.Generated.at
 
-    def prepare(self: fused_module.Generated, *given: object) -> object:
+    def at(self: fused_module.Generated, *given: object) -> object:
         taken.append([each.scattered for each in self.form.additional])
         return plain(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fused_module.Generated, "prepare_all", prepare)
+    monkeypatch.setattr(fused_module.Generated, "at", at)
     monkeypatch.setattr(fused_module, "_cost", lambda ones, walk: walk[0])
     tensors = draw(4)
     for roles in ("xyw", "xz"):
@@ -259,13 +259,13 @@ def test_what_is_not_measured_adds_to_nothing_where_that_can_be(monkeypatch: pyt
 def test_a_lane_has_a_column(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
     """Fewer columns than lanes would need as many registers."""
     taken: list[Schedule] = []
-    plain = fused_module.Generated.prepare_all
+    plain = fused_module.Generated.at
 
-    def prepare(self: fused_module.Generated, *given: object) -> object:
+    def at(self: fused_module.Generated, *given: object) -> object:
         taken.append(without_measuring(self.form, H200)[0])
         return plain(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fused_module.Generated, "prepare_all", prepare)
+    monkeypatch.setattr(fused_module.Generated, "at", at)
     tensors = draw(64, dtype)
     assert_right(
         "xyw", tensors, run(FusedPrograms(programs("xyw")), named("xyw", tensors), [shape_of(r, 64) for r in "xyw"], 0)
@@ -318,7 +318,7 @@ def test_terms_that_share_most_are_clustered():
     tensors = draw(4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        form = kernels_of(ones_of("xyw", tensors))[0].generated.form
+        form = kernels_of(ones_of("xyw", tensors)[0])[0].generated.form
     kernel = form.algorithm
     stores, found = stores_of(kernel), clusters(kernel)
     # All terms once, each cluster with those of one path: no cell of the output's gradient is in two of them.
@@ -334,9 +334,9 @@ def test_terms_that_share_most_are_clustered():
 def test_which_index_tensor_terms_are_walked_by():
     tensors = draw(4)
     # A row of dZ has 5 cells, and one of X 4, which are read, or added to: read and written.
-    walks = {roles: kernels_of(ones_of(roles, tensors))[0].walk[0] for roles in ("xyw", "zyw", "yw", "xz")}
+    walks = {roles: kernels_of(ones_of(roles, tensors)[0])[0].walk[0] for roles in ("xyw", "zyw", "yw", "xz")}
     assert walks == {"xyw": "Src", "zyw": "Dst", "yw": "Dst", "xz": "Dst"}
-    ones = ones_of("xyw", tensors)
+    ones = ones_of("xyw", tensors)[0]
     assert [found.walk[0] for found in kernels_of(ones)] == ["Src", "Dst"]
     assert [found.walk[0] for found in kernels_of(ones, deterministic=True)] == ["Src"]
     with pytest.raises(FormError, match="no fixed order"):

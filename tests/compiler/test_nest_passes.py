@@ -30,7 +30,7 @@ from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.lane_sums import lane_sums
 from insum_nn.compiler.passes.sum_terms import Sums
 from insum_nn.compiler.passes.unify_variants import switch, unify_variants
-from insum_nn.compiler.runtime.composite import fused_programs as fused_module
+from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
 from insum_nn.compiler.runtime.dispatch import parse_cached
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
@@ -198,13 +198,11 @@ def joint_form(
     tables = fused_cases.TABLES | {"CG": fused_cases.TABLES["CG"].mul(4).round()}
     monkeypatch.setattr(fused_cases, "TABLES", tables)
     monkeypatch.setattr(fused_cases.programs, "__defaults__", (tables, fused_cases.GENERATED))
-    ones = fused_cases.ones_of(roles, tensors)
+    ones, pool = fused_cases.ones_of(roles, tensors)
     found = fused_cases.kernel_along(ones, (walk, "e"))
-    given = fused_cases.named(roles, tensors)
-    ordered = [next(t[name] for t in given if name in t) for name in found.spec.layout.tensors]
-    owned = [one for one in ones if found.order[one.number] == 0]
-    extents = fused_module._extents(owned, found.walk, ordered, found.spec, found.static)
-    programs = zip(fused_cases.programs(roles), roles, given, strict=True)
+    call = fused_module._Call.of(found, ones, pool)
+    ordered, extents = [pool[at] for at in call.places], call.extents
+    programs = zip(fused_cases.programs(roles), roles, fused_cases.named(roles, tensors), strict=True)
     exact = [p.reference(tensors=t, out_shape=fused_cases.shape_of(role, 5)).double() for p, role, t in programs]
     return found.generated.form, ordered, extents, [exact[found.order.index(n)] for n in sorted(found.order)]
 

@@ -28,7 +28,7 @@ from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.runtime.composite import fused_programs
+from insum_nn.compiler.runtime.composite import fused_kernels
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.schedule.cache_folder import sealed
 from insum_nn.compiler.schedule.database import versions
@@ -72,7 +72,7 @@ def forbid_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
         (form_module, ("unroll", "combining", "fold_static_tables", "_find_product")),
         (sized, ("write_kernel",)),
         (device_module, ("_first_that_fits",)),
-        (fused_programs, ("_all_walks", "_cost")),
+        (fused_kernels, ("_all_walks", "_cost")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, fail)
@@ -154,7 +154,7 @@ from benchmarks.registry import Setting
 from insum_nn.compiler.forms import device, form as form_module
 from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.kernels.ahead import collect
-from insum_nn.compiler.runtime.composite import fused_programs
+from insum_nn.compiler.runtime.composite import fused_kernels
 from tests.pretended_gpu import H200, pretended_gpu
 
 counts = {}
@@ -169,7 +169,7 @@ def count(module, name):
 count(sized, "write_kernel")
 count(form_module, "unroll")
 count(form_module, "fold_static_tables")
-count(fused_programs, "_cost")
+count(fused_kernels, "_cost")
 count(device, "_first_that_fits")
 torch.manual_seed(0)
 cpu = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn.compiler.forms.form import FormError
-from insum_nn.compiler.runtime.composite import fused_programs as fused_module
+from insum_nn.compiler.runtime.composite.fused_kernels import One
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
@@ -23,9 +23,11 @@ from tests.compiler.fused_cases import (
     STATEMENTS,
     TABLES,
     by_terms,
+    described,
     draw,
     exact,
     kernel_along,
+    made_by,
     run,
     scale_of,
     shape_of,
@@ -77,21 +79,17 @@ def assert_right(pairs: Sequence[str], tensors: dict[str, Tensor], found: Sequen
         assert_matches(got.cpu(), want[role], dtype=got.dtype, kind="sum", scale=max(float(scale[role].max()), 1e-30))
 
 
-def ones_of(pairs: Sequence[str], tensors: dict[str, Tensor]) -> list[fused_module._One]:
+def ones_of(pairs: Sequence[str], tensors: dict[str, Tensor]) -> tuple[list[One], list[Tensor]]:
     u, numbers = tensors["dZ"].shape[2], list(dict.fromkeys(role for role, _ in pairs))
-    rows = zip(pairs, summed(pairs), given(pairs, tensors), strict=True)
-    return [fused_module._one(numbers.index(p[0]), q, own, shape_of(p[0], u), {}) for p, q, own in rows]
+    outputs, shapes = [numbers.index(pair[0]) for pair in pairs], [shape_of(pair[0], u) for pair in pairs]
+    return described(outputs, summed(pairs), given(pairs, tensors), shapes)
 
 
 def by_one_kernel(
     pairs: Sequence[str], tensors: dict[str, Tensor], walk: str, schedule: Schedule | None = None
 ) -> list[Tensor]:
-    ones = ones_of(pairs, tensors)
-    found = kernel_along(ones, (walk, "e"))
-    call = fused_module._Call(found, ones, given(pairs, tensors))
-    generated = found.generated if schedule is None else found.generated.with_schedule(schedule)
-    made = generated.prepare_all(call.tensors, call.extents)(call.tensors)
-    return [made[at] for at in found.order]
+    ones, pool = ones_of(pairs, tensors)
+    return made_by(kernel_along(ones, (walk, "e")), ones, pool, schedule)
 
 
 def call(pairs: Sequence[str], tensors: dict[str, Tensor]) -> tuple[FusedPrograms, list[Tensor]]:
@@ -156,8 +154,8 @@ def test_what_is_refused():
     fused = FusedPrograms(summed(("wx", "yx")), ["one", "one"])
     shapes = [shape_of(role, 4) for role in "wy"]
     with torch.no_grad():
-        assert fused.together(given(("wx", "yx"), tensors), lambda: shapes, "key", list) is None
-    ones = [replace(one, number=0) for one in ones_of(("wx", "yx"), tensors)]
+        assert fused.together(given(("wx", "yx"), tensors), lambda: shapes, "key") is None
+    ones = [replace(one, number=0) for one in ones_of(("wx", "yx"), tensors)[0]]
     with pytest.raises(FormError, match="another kind"):
         kernel_along(ones, ("Dst", "e"))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("e3nn")
 
 from insum_nn.compiler.kernels.c_program import CProgram
-from insum_nn.compiler.runtime.composite.shared_statements import SharedStatements
+from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.runtime.steps import needed_gradients
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product
@@ -46,15 +46,15 @@ MIXED = Case(
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The roles of every run."""
     found: list[str] = []
-    call = SharedStatements.together
+    call = FusedPrograms.together
 
-    def counted(self: SharedStatements, *given: Any) -> list[Tensor] | None:
+    def counted(self: FusedPrograms, *given: Any) -> list[Tensor] | None:
         made = call(self, *given)
         if made is not None:
             found.append("".join(dict.fromkeys(output[0] for output in self.outputs)))  # type: ignore[index]
         return made
 
-    monkeypatch.setattr(SharedStatements, "together", counted)
+    monkeypatch.setattr(FusedPrograms, "together", counted)
     return found
 
 

@@ -52,10 +52,12 @@ from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.lang.shapes import agreement_lines
 from insum_nn.compiler.runtime.arguments import kinds_of
 from insum_nn.compiler.runtime.backends import choose_backend
+from insum_nn.compiler.runtime.composite.fused_kernels import FusedKernels, One
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence, c_program
 from insum_nn.compiler.runtime.execution import Executable, Executables, forgets_programs, generation
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, messages_name
+from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 from insum_nn.tensor_cache import builder_versions, insert, unwritten
 
@@ -103,13 +105,16 @@ class Artifact:
     """What runs statements on tensors of some dtypes, at any sizes; it records no gradients.
 
     Args:
-        specs: the statements; several are computed by one C function, or not here.
+        specs: the statements; several are computed by one C function, or by one kernel, or not here.
         places: for each the positions of its tensors among those of a call.
         outputs: for each the number of the output that it adds to.
         pool: tensors of a first call.
         initial: the initial value of a first call.
+        deterministic: a kernel of several statements is to give the same bits at every run.
 
     Attributes:
+        generated: kernels are generated for all statements.
+        reason: how one kernel was decided on for several statements, or why there is none.
         run: runs them on the tensors of a call, the extents of each statement, the shape of each output, and an initial
             value of the first one, which may be of its last axes alone. It returns the outputs; `None`: it does not.
         call: runs one statement on tensors in the layout's order, with an initial value, extents by name and the
@@ -123,6 +128,8 @@ class Artifact:
         outputs: Sequence[int],
         pool: Sequence[Tensor],
         initial: Tensor | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.specs, self.places, self.outputs = tuple(specs), tuple(places), tuple(outputs)
         self.bodies: dict[object, Body | Run] = {}
@@ -130,10 +137,14 @@ class Artifact:
         bounds = [self._bound(n, pool, initial, {}) for n in range(len(specs))]
         self._sequences = [Sequences(b, s.options, s.static) for b, s in zip(bounds, specs, strict=True)]
         backends = [choose_backend(b, s.options, tables=bool(s.static))[0] for b, s in zip(bounds, specs, strict=True)]
-        self.generated = backends == ["triton"]
+        self.generated = {*backends} == {"triton"}
+        self._fused = FusedKernels(specs[0].options, deterministic=deterministic)
+        # C functions add to sums of half types what an earlier statement has rounded.
+        rounded = any(is_widened(each.dtype) for each in bounds) and len({*outputs}) < len(specs)
+        jointly = self.generated or ({*backends} == {"c"} and not rounded)
         self.run: Run = _nothing_printed
         self.call: Call = _nothing_printed
-        lines = _Lines(self, pool, initial).printed() if len(specs) == 1 or {*backends} == {"c"} else None
+        lines = _Lines(self, pool, initial).printed() if len(specs) == 1 or jointly else None
         if lines is not None:
             what = f"call of {specs[0].statement.text}"
             head, pool_of, *rest = lines.text
@@ -145,6 +156,10 @@ class Artifact:
                 text = [head, pool_of, *found, *rest, "return None if made is None else made[0]"]
                 self.call = function_of_lines(text, {**lines.names, **read}, what)
             forgets_programs(self)
+
+    @property
+    def reason(self) -> str:
+        return self._fused.reason
 
     @property
     def printed(self) -> bool:
@@ -188,6 +203,9 @@ class Artifact:
         begun = generation()
         if len(self.specs) == 1:
             body = self._alone(key, pool, Extents(extents[0], shapes[0]), initial, known)
+        elif self.generated:
+            ones = partial(self._ones, pool, extents, shapes, known)
+            body = self._fused.run(ones, pool) or _nothing_printed
         else:
             body = self._jointly(key, pool, extents, shapes, initial, known)
         # What was cleared in the meantime stays so; while a CUDA graph is captured, nothing is decided for other calls.
@@ -226,6 +244,26 @@ class Artifact:
             return program.body(pool, extents, shapes, initial)
 
         return run
+
+    def _ones(
+        self,
+        pool: Sequence[Tensor],
+        extents: Sequence[Sizes],
+        shapes: Sequence[Sizes],
+        known: Mapping[int, IndexFacts],
+    ) -> list[One]:
+        """The statements of one kernel on the tensors of a call.
+
+        Raises:
+            FormError: some statement has no kernel of its own.
+        """
+        found: list[One] = []
+        for number, (spec, places, output) in enumerate(zip(self.specs, self.places, self.outputs, strict=True)):
+            tensors, sizes = [pool[at] for at in places], Extents(extents[number], shapes[output])
+            named = dict(zip(spec.layout.tensors, tensors, strict=True))
+            programs = programs_of(spec, named, None, self._facts(number, known))
+            found.append(One.of(output, programs.bound, programs.of(tensors, sizes), places, pool, sizes))
+        return found
 
     def _jointly(
         self,

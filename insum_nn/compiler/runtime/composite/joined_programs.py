@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
-from insum_nn.compiler.runtime.composite.shared_statements import SharedStatements
 from insum_nn.compiler.runtime.composite.statement_choice import paths_are_products
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.dtypes import is_widened
@@ -31,7 +30,7 @@ class Joined(NamedTuple):
         results: names of the results.
     """
 
-    programs: SharedStatements | FusedPrograms
+    programs: FusedPrograms
     results: tuple[str, ...]
 
 
@@ -46,7 +45,7 @@ def joined_programs(results: Results, device: torch.device, dtype: torch.dtype, 
     """
     if paths_are_products(device):
         names = tuple(dict.fromkeys(name for name, _, _ in results))
-        return [] if sums else [Joined(SharedStatements([p for _, p, _ in results], [w for _, _, w in results]), names)]
+        return [] if sums else [Joined(FusedPrograms([p for _, p, _ in results], [w for _, _, w in results]), names)]
     fixed = torch.are_deterministic_algorithms_enabled() or any(p.options.deterministic for _, p, _ in results)
     apart = fixed or (sums and (is_widened(dtype) or _registers(results, dtype) > _MOST_REGISTERS))
     kernels = _kernels(results, apart=apart)
