@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("e3nn")
 
 from insum_nn import layers
-from insum_nn.compiler.runtime import autograd, dispatch
+from insum_nn.compiler.runtime import artifact, autograd, dispatch
 from insum_nn.compiler.runtime.composite import joined_programs, statement_choice
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
@@ -274,11 +274,11 @@ def ran_by(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[
 def specs_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[Spec]:
     """The programs of a call without gradients, in order."""
     ran: list[Spec] = []
-    prepare, inline = dispatch.prepare, autograd.inline
+    programs_of, inline = artifact.programs_of, autograd.inline
 
     def recorded(spec: Spec, *rest: Any) -> Any:
         ran.append(spec)
-        return prepare(spec, *rest)
+        return programs_of(spec, *rest)
 
     def written(spec: Spec, *rest: Any) -> Any:
         ran.append(spec)
@@ -286,8 +286,8 @@ def specs_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> lis
 
     clear_cache()
     with monkeypatch.context() as patch, torch.no_grad():
-        for module in (dispatch,):
-            patch.setattr(module, "prepare", recorded)
+        for module in (artifact, dispatch):
+            patch.setattr(module, "programs_of", recorded)
         # In graphs that torch records.
         patch.setattr(autograd, "inline", written)
         call()

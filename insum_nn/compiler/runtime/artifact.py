@@ -188,7 +188,12 @@ class Artifact:
         spec, places = self.specs[number], self.places[number]
         tables, indexed = dict(spec.static), spec.layout.index_tensors
         place = zip(spec.layout.tensors, places, strict=True)
-        return {n: _facts_of_table(tables[n]) if n in tables else known[at] for n, at in place if n in indexed}
+        declared = spec.declared_facts
+        return {
+            n: _facts_of_table(tables[n], declared.get(n, UNKNOWN)) if n in tables else known[at]
+            for n, at in place
+            if n in indexed
+        }
 
     def _meet(
         self,
@@ -353,11 +358,13 @@ def _nothing_printed(*_: object) -> None:
     """Something else runs these calls."""
 
 
-def _facts_of_table(table: StaticTable) -> IndexFacts:
+def _facts_of_table(table: StaticTable, declared: IndexFacts) -> IndexFacts:
     """What holds of the entries of a static table."""
+    if declared.proven and declared.masked is not None:
+        return declared
     entries = list(table.values)
     low = min(entries, default=0)
-    return completed(UNKNOWN, low >= 0 and entries == sorted(entries), low < 0)
+    return completed(declared, declared.sorted or (low >= 0 and entries == sorted(entries)), low < 0)
 
 
 class _Lines:

@@ -166,7 +166,8 @@ def _together(
     if found is None:
         found = spec.together[key] = _Together(spec, pool, needs)
     artifact = found.artifact
-    if artifact is None or not artifact.printed:
+    # Whether one kernel on a GPU is faster depends on sizes: operators say which gradients it is to make.
+    if artifact is None or not artifact.printed or artifact.generated:
         return None
     given: list[Any] = [pool[place] for place in found.read]
     own = call.indices
