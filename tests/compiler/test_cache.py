@@ -23,7 +23,6 @@ from insum_nn.compiler.api import compile_built
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.kernels import c_structures
 from insum_nn.compiler.kernels import launch as launch_module
-from insum_nn.compiler.lang import index_checks
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents

@@ -23,7 +23,7 @@ of entries, and by sizes as far as code differs in them. Nothing else of a call 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -111,6 +111,7 @@ class Artifact:
         pool: tensors of a first call.
         initial: the initial value of a first call.
         deterministic: a kernel of several statements is to give the same bits at every run.
+        fixed: places of static tables that are the same in every call.
 
     Attributes:
         generated: kernels are generated for all statements.
@@ -130,7 +131,9 @@ class Artifact:
         initial: Tensor | None = None,
         *,
         deterministic: bool = False,
+        fixed: Collection[int] = (),
     ) -> None:
+        self.fixed = frozenset(fixed)
         self.specs, self.places, self.outputs = tuple(specs), tuple(places), tuple(outputs)
         self.bodies: dict[object, Body | Run] = {}
         self._tables = [canonical_tables(spec.statement, spec.static) for spec in specs]
@@ -232,12 +235,13 @@ class Artifact:
         programs = programs_of(spec, dict(zip(spec.layout.tensors, pool, strict=True)), initial, self._facts(0, known))
         with messages_name(spec.statement):
             found = programs.of(pool, extents)
-            if isinstance(found, Executable) and isinstance(found.run, Generated):
+            if self.generated and isinstance(found, Executable) and isinstance(found.run, Generated):
                 return found.run.at(pool, extents, initial)
         sized = _Sized(spec, programs)
         sized.prepared(pool, extents, initial, found)
         program = found.program if isinstance(found, StatementSequence) else found.run
-        if not isinstance(program, CProgram):
+        # What is chosen may be another backend than before programs were forgotten.
+        if self.generated or not isinstance(program, CProgram):
             return sized
 
         def run(
@@ -286,6 +290,8 @@ class Artifact:
         for number, (spec, places, output) in enumerate(zip(self.specs, self.places, self.outputs, strict=True)):
             facts = {name: known_in_c(each.masked, each) for name, each in self._facts(number, known).items()}
             bound = self._bound(number, pool, initial, facts)
+            if choose_backend(bound, spec.options, tables=bool(spec.static))[0] != "c":
+                return _nothing_printed
             sizes = Extents(extents[number], shapes[output])
             sequences = Sequences(bound, spec.options, spec.static) if spec.static else self._sequences[number]
             sequence = sequences.of([pool[at] for at in places], sizes)
@@ -376,11 +382,14 @@ class _Lines:
         self.text: list[str] = []
         # Of the index tensors those whose entries are read.
         self.read: set[int] = set()
+        self.given = [n for n in range(len(pool)) if n not in artifact.fixed]
 
     def printed(self) -> _Lines | None:
         """Print them; `None`: what is to check of such calls depends on more than the range of entries."""
         artifact, pool = self.artifact, self.pool
         if any(_elsewhere(spec) for spec in artifact.specs) or pool[0].device.type not in ("cpu", "cuda"):
+            return None
+        if not self.given:
             return None
         self.names = {"Extents": Extents, "bodies": artifact.bodies, "completed": completed, "entries_of": entries_of}
         self.names |= {"meet": artifact._meet, "met": builder_versions, "seen": seen, "unwritten": unwritten}
@@ -396,9 +405,11 @@ class _Lines:
             extents = self.extents(number, spec)
             wrong += [f"not 0 < {e} < {_MANY}" for e in extents]
             for name, at in place.items():
-                if name in tables:
+                if name in tables and at not in artifact.fixed:
                     self.names[f"shape{at}"] = torch.Size(tables[name].shape)
                     wrong.append(f"t{at}.shape != shape{at}")
+                elif name in tables:
+                    continue
                 elif name in layout.index_tensors and at not in known:
                     known[at] = self.reading(spec, name, place, reads, key)
             key += self.limits(number, extents)
@@ -411,7 +422,7 @@ class _Lines:
         kinds = self.kinds()
         # Offsets of 32 bits address all cells, in generated kernels by far.
         most = WIDE if artifact.generated else _MANY
-        wrong += [f"not 0 < t{n}.numel() < {most}" for n in range(len(pool))]
+        wrong += [f"not 0 < t{n}.numel() < {most}" for n in self.given if f"shape{n}" not in self.names]
         wrong += [f"not 0 < {' * '.join(sizes)} < {most}" for sizes in self.shapes().values() if sizes]
         if artifact.cuttable:
             # As `Sequences` tells sizes apart.
@@ -465,21 +476,21 @@ class _Lines:
 
     def kinds(self) -> list[str]:
         """What tells that tensors are of other kinds than those of the first call, or of several devices."""
-        wrong: list[str] = []
-        on_gpu = self.pool[0].is_cuda
-        wrong += ["not t0.is_cuda"] if on_gpu else []
-        for n, tensor in enumerate(self.pool):
-            self.names[f"d{n}"] = tensor.dtype
-            wrong.append(f"t{n}.dtype is not d{n}")
-            if not on_gpu:
-                wrong.append(f"not t{n}.is_cpu")
-            elif n:
-                wrong.append(f"t{n}.get_device() != t0.get_device()")
-        spec, rank = self.artifact.specs[0], len(self.artifact.specs[0].layout.output_plain)
+        first, *others = self.given
+        wrong = [f"not t{n}.is_cpu" for n in self.given]
+        if self.pool[first].is_cuda:
+            # On the device of the first one.
+            wrong = [f"(at := t{first}.get_device()) < 0", *[f"t{n}.get_device() != at" for n in others]]
+        if len(self.artifact.places) > 1:
+            # Those of a single statement are what it is found by.
+            self.names |= {f"d{n}": self.pool[n].dtype for n in self.given}
+            wrong += [f"t{n}.dtype is not d{n}" for n in self.given]
+        spec = self.artifact.specs[0]
+        rank = len(spec.layout.output_plain)
         if not spec.statement.combining.takes_initial:
             return [*wrong, "initial is not None"]
         self.names["dtype"] = self.artifact._bound(0, self.pool, self.initial, {}).dtype
-        fits = "initial.dtype is dtype and initial.get_device() == t0.get_device()"
+        fits = f"initial.dtype is dtype and initial.get_device() == t{first}.get_device()"
         fits += f" and initial.shape == shapes[0][{rank} - initial.ndim:]" if rank else " and not initial.ndim"
         return [*wrong, f"not (initial is None or ({fits}))"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +23,18 @@ _LIMIT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What runs a kind of call: its tensors, as numbers of programs and names, and its sizes."""
+    """What runs a kind of call.
+
+    Attributes:
+        artifact: it.
+        tables: the static tables among its tensors, which stay.
+        sources: of the other tensors their places, and of which program they are, under which name.
+        extents, shapes: its sizes.
+    """
 
     artifact: Artifact
-    sources: tuple[tuple[int, str], ...]
+    tables: Sequence[Tensor]
+    sources: Sequence[tuple[int, int, str]]
     extents: tuple[Sizes, ...]
     shapes: tuple[Sizes, ...]
 
@@ -83,16 +92,17 @@ class FusedPrograms:
         if kind is None:
             return None
         self._last = kind.artifact
-        pool: list[Tensor] = []
-        for at, name in kind.sources:
-            pool.append(named[at][name])
+        pool = list(kind.tables)
+        for slot, at, name in kind.sources:
+            pool[slot] = named[at][name]
         made = kind.artifact.run(pool, kind.extents, kind.shapes, None)
         return None if made is None else list(made)
 
     def _kind(self, named: Named, shapes: Sequence[Sizes]) -> _Kind | None:
         """Find the sizes of a kind of call, and which tensors are the same in several programs."""
         slots: dict[str, list[tuple[int, Tensor]]] = {}
-        sources: list[tuple[int, str]] = []
+        sources: list[tuple[int, int, str]] = []
+        tables: list[Any] = []
         pool: list[Tensor] = []
         places: list[tuple[int, ...]] = []
         extents: list[Sizes] = []
@@ -110,7 +120,9 @@ class FusedPrograms:
                 if slot is None:
                     slot = len(pool)
                     pool.append(tensor)
-                    sources.append((at, name))
+                    tables.append(tensor if name in static else None)
+                    if name not in static:
+                        sources.append((slot, at, name))
                     same.append((slot, tensor))
                 place.append(slot)
             found = spec.agree(tensors, program.sizes, shape)
@@ -127,10 +139,11 @@ class FusedPrograms:
         artifact = self._artifacts.get(kinds)
         if artifact is None:
             specs = [program.spec for program in self.programs]
-            artifact = Artifact(specs, places, self._outputs, pool, deterministic=self._deterministic)
+            fixed = [slot for slot, table in enumerate(tables) if table is not None]
+            artifact = Artifact(specs, places, self._outputs, pool, deterministic=self._deterministic, fixed=fixed)
             insert(self._artifacts, kinds, artifact, _LIMIT)
         shapes = tuple(outputs[number] for number in sorted(outputs))
-        return _Kind(artifact, tuple(sources), tuple(extents), shapes) if artifact.printed else None
+        return _Kind(artifact, tables, sources, tuple(extents), shapes) if artifact.printed else None
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
