@@ -172,6 +172,7 @@ class Artifact:
     def clear(self) -> None:
         """Forget what runs each kind of call."""
         self.bodies.clear()
+        self._fused.clear()
 
     @property
     def cuttable(self) -> bool:

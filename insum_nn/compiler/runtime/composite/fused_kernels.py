@@ -131,6 +131,11 @@ class FusedKernels:
         self._kernels: dict[Hashable, _Fused] = {}
         self._chosen: dict[Hashable, tuple[_Fused | None, str]] = {}
 
+    def clear(self) -> None:
+        """Forget every kernel."""
+        self._kernels.clear()
+        self._chosen.clear()
+
     def run(self, ones: Callable[[], Sequence[One]], pool: Sequence[Tensor]) -> Run | None:
         """What makes all outputs of calls with such tensors; `None`: the statements are to run one by one."""
         try:

@@ -45,7 +45,11 @@ def joined_programs(results: Results, device: torch.device, dtype: torch.dtype, 
     """
     if paths_are_products(device):
         names = tuple(dict.fromkeys(name for name, _, _ in results))
-        return [] if sums else [Joined(FusedPrograms([p for _, p, _ in results], [w for _, _, w in results]), names)]
+        return (
+            []
+            if sums or len(results) < 2
+            else [Joined(FusedPrograms([p for _, p, _ in results], [w for _, _, w in results]), names)]
+        )
     fixed = torch.are_deterministic_algorithms_enabled() or any(p.options.deterministic for _, p, _ in results)
     apart = fixed or (sums and (is_widened(dtype) or _registers(results, dtype) > _MOST_REGISTERS))
     kernels = _kernels(results, apart=apart)
