@@ -265,13 +265,13 @@ def test_two_steps_only_while_memory_lasts(monkeypatch: pytest.MonkeyPatch):
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
     inputs = [t.requires_grad_() for t in inputs_of(spec, 5)]
     seen: list[str] = []
-    original = BoundProgram.__call__
+    original = BoundProgram.run_plain
 
-    def watch(self: BoundProgram, *given: Any, **rest: Any) -> Any:
+    def watch(self: BoundProgram, *given: Any) -> Any:
         seen.append(self.program.spec.expression)
-        return original(self, *given, **rest)
+        return original(self, *given)
 
-    monkeypatch.setattr(BoundProgram, "__call__", watch)
+    monkeypatch.setattr(BoundProgram, "run_plain", watch)
     results = []
     for most in (2**28, 0):
         monkeypatch.setattr(statement_choice, "_MOST_BETWEEN", most)
@@ -328,7 +328,8 @@ for case, shared, rows, cells in runs:
             got = source(dict(zip(others(role), given, strict=True)), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
         steps = source.steps
-        print(role, len(steps), sum(bool(step.bound._ready) for step in steps))
+        calls = [list(step.source.program.spec.calls.values()) for step in steps]
+        print(role, len(steps), sum(len(call.bodies) == 1 for (call,) in calls))
 """
 
 
@@ -350,7 +351,7 @@ def test_kernels():
 
 
 def test_ready_calls_notice_what_changed():
-    """A call kept ready serves the same shapes only, and none from before a clearing of the cache."""
+    """What runs a call serves other sizes and layouts, and none from before a clearing of the cache."""
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
     given = operands_of(spec, "z", 4)
     source = role_of(ProductLayout(spec), "z", given[0].device, torch.float64)
@@ -361,16 +362,13 @@ def test_ready_calls_notice_what_changed():
     (step,) = source.steps
     first = run(given, 4, "of 4")
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
-    (ready,) = step.bound._ready.values()
-    named = step.named(dict(zip("xyw", given, strict=True)))
-    operands = [named[name] for name in step.source.program._names]
-    assert ready.holds(operands)
+    (printed,) = step.source.program.spec.calls.values()
+    (body,) = printed.bodies.values()
     insum_nn.clear_cache()
-    assert not ready.holds(operands)
+    assert not printed.bodies
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
-    (again,) = step.bound._ready.values()
-    assert again is not ready
-    assert again.holds(operands)
+    (again,) = printed.bodies.values()
+    assert again is not body
     fewer = [given[0][:3], given[1][:3], given[2]]
     assert_matches(run(fewer, 3, "of 3"), first[:3], dtype=torch.float64, kind="sum")
     strided = [given[0].t().contiguous().t(), *given[1:]]
