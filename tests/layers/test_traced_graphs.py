@@ -236,11 +236,10 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> Generator[Callable[[st
         path = tmp_path_factory.mktemp(name) / "model.pt2"
         return module, str(torch._inductor.aoti_compile_and_package(program, package_path=str(path)))
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Only C++ compiles faster without these; the kernels are compiled as for anyone.
-        how = {"compile_wrapper_opt_level": "O0", "enable_line_tables": False, "enable_frame_pointer": False}
-        for name, value in how.items():
-            patch.setattr(torch._inductor.config.aot_inductor, name, value)
+    # Only C++ compiles faster without these; the kernels are compiled as for anyone. By torch's own `patch`: to set and
+    # restore an option in another way hides it from all that compiles later.
+    how = {"compile_wrapper_opt_level": "O0", "enable_line_tables": False, "enable_frame_pointer": False}
+    with torch._inductor.config.patch({f"aot_inductor.{name}": value for name, value in how.items()}):
         yield build
 
 

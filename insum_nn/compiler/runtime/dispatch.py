@@ -231,13 +231,13 @@ def _checked_programs(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | N
     """Check a call, and find what may run it."""
     named = dict(zip(spec.layout.tensors, tensors, strict=True))
     check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
-    facts = checked_facts(spec, tensors, extents)
+    facts = _checked_facts(spec, tensors, extents)
     if spec.static:
         check_static(spec.statement.text, spec.static, named, validate=spec.options.validate)
     return programs_of(spec, named, initial, facts)
 
 
-def checked_facts(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> Facts:
+def _checked_facts(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> Facts:
     """Check the values of a call's index tensors, and return what holds of each."""
     found = check_index_values(
         spec.statement,
