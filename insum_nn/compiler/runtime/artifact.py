@@ -482,6 +482,10 @@ class _Lines:
         if self.pool[first].is_cuda:
             # On the device of the first one.
             wrong = [f"(at := t{first}.get_device()) < 0", *[f"t{n}.get_device() != at" for n in others]]
+            if any(spec.origin == "format" for spec in self.artifact.specs):
+                # Nothing of theirs is read meanwhile.
+                self.names["capturing"] = torch.cuda.is_current_stream_capturing
+                wrong.append("capturing()")
         if len(self.artifact.places) > 1:
             # Those of a single statement are what it is found by.
             self.names |= {f"d{n}": self.pool[n].dtype for n in self.given}
@@ -571,5 +575,4 @@ def _magnitude(extent: str, most: float) -> str:
 def _elsewhere(spec: Spec) -> bool:
     """Whether `dispatch` has to look at each call."""
     sums = writes_sums(spec.statement) and not spec.drop_outside
-    # Of those of a format nothing is read while a CUDA graph is captured.
-    return spec.options.validate or spec.origin == "format" or sums or limits_of(spec.statement).steep
+    return spec.options.validate or sums or limits_of(spec.statement).steep
