@@ -52,7 +52,7 @@ from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.lang.shapes import agreement_lines
 from insum_nn.compiler.runtime.arguments import kinds_of
 from insum_nn.compiler.runtime.backends import choose_backend
-from insum_nn.compiler.runtime.composite.fused_kernels import FusedKernels, One
+from insum_nn.compiler.runtime.composite.fused_kernels import FusedKernels, One, Run
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence, c_program
 from insum_nn.compiler.runtime.execution import Executable, Executables, forgets_programs, generation
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["Artifact", "Call", "Facts", "Programs", "programs_of"]
 
 Facts = Mapping[str, IndexFacts]
-Run = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...] | None]
 Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
 # Kinds of calls that are kept, and sizes of those that library calls run.
 _LIMIT = 64
@@ -109,7 +108,6 @@ class Artifact:
         places: for each the positions of its tensors among those of a call.
         outputs: for each the number of the output that it adds to.
         pool: tensors of a first call.
-        initial: the initial value of a first call.
         deterministic: a kernel of several statements is to give the same bits at every run.
         fixed: places of static tables that are the same in every call.
 
@@ -128,7 +126,6 @@ class Artifact:
         places: Sequence[tuple[int, ...]],
         outputs: Sequence[int],
         pool: Sequence[Tensor],
-        initial: Tensor | None = None,
         *,
         deterministic: bool = False,
         fixed: Collection[int] = (),
@@ -137,7 +134,7 @@ class Artifact:
         self.specs, self.places, self.outputs = tuple(specs), tuple(places), tuple(outputs)
         self.bodies: dict[object, Body | Run] = {}
         self._tables = [canonical_tables(spec.statement, spec.static) for spec in specs]
-        bounds = [self._bound(n, pool, initial, {}) for n in range(len(specs))]
+        bounds = [self._bound(n, pool, None, {}) for n in range(len(specs))]
         self._sequences = [Sequences(b, s.options, s.static) for b, s in zip(bounds, specs, strict=True)]
         backends = [choose_backend(b, s.options, tables=bool(s.static))[0] for b, s in zip(bounds, specs, strict=True)]
         self.generated = {*backends} == {"triton"}
@@ -147,7 +144,7 @@ class Artifact:
         jointly = self.generated or ({*backends} == {"c"} and not rounded)
         self.run: Run = _nothing_printed
         self.call: Call = _nothing_printed
-        lines = _Lines(self, pool, initial).printed() if len(specs) == 1 or jointly else None
+        lines = _Lines(self, pool).printed() if len(specs) == 1 or jointly else None
         if lines is not None:
             what = f"call of {specs[0].statement.text}"
             head, pool_of, *rest = lines.text
@@ -377,8 +374,8 @@ def _facts_of_table(table: StaticTable, declared: IndexFacts) -> IndexFacts:
 class _Lines:
     """The lines of `run`."""
 
-    def __init__(self, artifact: Artifact, pool: Sequence[Tensor], initial: Tensor | None) -> None:
-        self.artifact, self.pool, self.initial = artifact, pool, initial
+    def __init__(self, artifact: Artifact, pool: Sequence[Tensor]) -> None:
+        self.artifact, self.pool = artifact, pool
         self.names: dict[str, Any] = {}
         self.text: list[str] = []
         # Of the index tensors those whose entries are read.
@@ -388,9 +385,8 @@ class _Lines:
     def printed(self) -> _Lines | None:
         """Print them; `None`: what is to check of such calls depends on more than the range of entries."""
         artifact, pool = self.artifact, self.pool
-        if any(_elsewhere(spec) for spec in artifact.specs) or pool[0].device.type not in ("cpu", "cuda"):
-            return None
-        if not self.given:
+        elsewhere = any(_elsewhere(spec) for spec in artifact.specs) or pool[0].device.type not in ("cpu", "cuda")
+        if elsewhere or not self.given:
             return None
         self.names = {"Extents": Extents, "bodies": artifact.bodies, "completed": completed, "entries_of": entries_of}
         self.names |= {"meet": artifact._meet, "met": builder_versions, "seen": seen, "unwritten": unwritten}
@@ -406,11 +402,10 @@ class _Lines:
             extents = self.extents(number, spec)
             wrong += [f"not 0 < {e} < {_MANY}" for e in extents]
             for name, at in place.items():
-                if name in tables and at not in artifact.fixed:
-                    self.names[f"shape{at}"] = torch.Size(tables[name].shape)
-                    wrong.append(f"t{at}.shape != shape{at}")
-                elif name in tables:
-                    continue
+                if name in tables:
+                    if at not in artifact.fixed:
+                        self.names[f"shape{at}"] = torch.Size(tables[name].shape)
+                        wrong.append(f"t{at}.shape != shape{at}")
                 elif name in layout.index_tensors and at not in known:
                     known[at] = self.reading(spec, name, place, reads, key)
             key += self.limits(number, extents)
@@ -494,7 +489,7 @@ class _Lines:
         rank = len(spec.layout.output_plain)
         if not spec.statement.combining.takes_initial:
             return [*wrong, "initial is not None"]
-        self.names["dtype"] = self.artifact._bound(0, self.pool, self.initial, {}).dtype
+        self.names["dtype"] = self.artifact._bound(0, self.pool, None, {}).dtype
         fits = f"initial.dtype is dtype and initial.get_device() == t{first}.get_device()"
         fits += f" and initial.shape == shapes[0][{rank} - initial.ndim:]" if rank else " and not initial.ndim"
         return [*wrong, f"not (initial is None or ({fits}))"]
@@ -549,7 +544,7 @@ class _Lines:
     def limits(self, number: int, extents: Sequence[str]) -> list[str]:
         """The sizes of a statement as far as code differs in them."""
         spec = self.artifact.specs[number]
-        bound = canonical(self.artifact._bound(number, self.pool, self.initial, {}))
+        bound = canonical(self.artifact._bound(number, self.pool, None, {}))
         tables = frozenset(name for name, _ in self.artifact._tables[number])
         if not self.artifact.generated:
             found = zip(extents, [most for _, most in limits_of_extents(bound, tables)], strict=True)

@@ -43,13 +43,14 @@ from insum_nn.compiler.schedule.tune import select_or_tune, worth_selecting
 from insum_nn.facts import IndexFacts
 from insum_nn.tensor_cache import insert
 
-__all__ = ["FusedKernels", "One"]
+__all__ = ["FusedKernels", "One", "Run"]
 
 Sizes = tuple[int, ...]
 Run = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...] | None]
 T = TypeVar("T")
 # Kernels, and decisions, that are kept.
 _LIMIT = 64
+_UNKNOWN = Extents((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ class _Call:
     places: tuple[int, ...]
     rows: tuple[tuple[int, int, int], ...]
     owned: int | None
-    extents: Extents
+    extents: Extents = _UNKNOWN
 
     @staticmethod
     def of(together: _Fused, ones: Sequence[One], pool: Sequence[Tensor]) -> _Call:
@@ -226,10 +227,19 @@ class _Call:
         rows = tuple([(n, found[likes[at - 1][0]], likes[at - 1][1]) for n, at in enumerate(together.order) if at])
         owned = together.order.index(0) if 0 in together.order else None
         shapes = dict(sorted((one.number, one.extents.output) for one in ones))
-        extents = _extents(together, places, rows, owned, pool, [*shapes.values()])
+        call = _Call(together, places, rows, owned)
+        extents = call.sizes(pool, [*shapes.values()])
         if extents is None:
             raise FormError("an output does not have as many rows as what it is the gradient of")
-        return _Call(together, places, rows, owned, extents)
+        return replace(call, extents=extents)
+
+    def sizes(self, pool: Sequence[Tensor], shapes: Sequence[Sizes]) -> Extents | None:
+        """The sizes of the kernel's statement; `None`: an output has other rows than it is to have."""
+        for number, at, axis in self.rows:
+            if shapes[number][0] != pool[at].shape[axis]:
+                return None
+        of, own = self.together, None if self.owned is None else shapes[self.owned]
+        return _sizes(of.statement, of.static, of.walk, [pool[at] for at in self.places], own)
 
     def make(self, pool: Sequence[Tensor]) -> Callable[[], object]:
         """What makes all outputs of the first call."""
@@ -239,35 +249,19 @@ class _Call:
 
     def run(self, pool: Sequence[Tensor]) -> Run:
         """What makes them of any call of this kind."""
-        together, places, rows, owned = self.together, self.places, self.rows, self.owned
-        made_by = together.generated.at([pool[at] for at in places], self.extents, None)
+        order, places = self.together.order, self.places
+        made_by = self.together.generated.at([pool[at] for at in places], self.extents, None)
 
         def run(
             pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
         ) -> tuple[Tensor, ...] | None:
-            found = _extents(together, places, rows, owned, pool, shapes)
+            found = self.sizes(pool, shapes)
             if found is None:
                 return None
             made = made_by([pool[at] for at in places], (found.indices,), (found.output,), None)
-            return tuple([made[at] for at in together.order])
+            return tuple([made[at] for at in order])
 
         return run
-
-
-def _extents(
-    together: _Fused,
-    places: Sequence[int],
-    rows: Sequence[tuple[int, int, int]],
-    owned: int | None,
-    pool: Sequence[Tensor],
-    shapes: Sequence[Sizes],
-) -> Extents | None:
-    """The sizes of the kernel's statement; `None`: an output has other rows than it is to have."""
-    for number, at, axis in rows:
-        if shapes[number][0] != pool[at].shape[axis]:
-            return None
-    own = None if owned is None else shapes[owned]
-    return _sizes(together.statement, together.static, together.walk, [pool[at] for at in places], own)
 
 
 # What is decided for programs together, whatever they call what they share, and the numbers of its names.
