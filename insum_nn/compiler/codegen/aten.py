@@ -13,10 +13,11 @@ import torch
 from insum_nn.compiler.codegen.aten_extremum import ExtremumWriter
 from insum_nn.compiler.codegen.aten_read import Node, Value
 from insum_nn.compiler.codegen.calls import CallGraph
-from insum_nn.compiler.ir.access import Labels, affine_terms, plain_labels, scattered_axes
+from insum_nn.compiler.ir.access import Labels, affine_terms, indices_of, plain_labels, scattered_axes
 from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_of, sparse_parts, store_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Op, Store
 from insum_nn.compiler.lang.combining import selecting
+from insum_nn.compiler.lang.functions import FUNCTIONS
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library import library_calls
 
@@ -34,6 +35,9 @@ def print_aten(graph: Graph, device: str, options: Options, *, compiled: bool, e
         empty: some index may have no values.
     """
     return _StepWriter(graph, device, options, compiled=compiled, empty=empty).finished()
+
+
+_SIGNS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv}
 
 
 class _StepWriter(ExtremumWriter):
@@ -57,6 +61,11 @@ class _StepWriter(ExtremumWriter):
             found = self.some(self.added_conditions(store), plain_labels(store.subscripts))
             assert found is not None
             return Value(*found)
+        if isinstance(store.value, Op) and store.value.name != "mul":
+            labels = plain_labels(store.subscripts)
+            node = self.applied(store.value, labels)
+            assert isinstance(node, Node)
+            return Value(node, labels, wide=self.widens)
         if isinstance(store.value, Load):
             return self.total(store, store.value) if store.combine == "add" else self.gather(store, store.value)
         assert isinstance(store.value, Op)
@@ -66,15 +75,41 @@ class _StepWriter(ExtremumWriter):
 
     def gather(self, store: Store, read: Load) -> Value:
         """Gather a read, or zero it under a condition."""
-        node, labels, present, inside = self.read(read)
-        own = self.both(present, inside)
+        if (made := self.values.get(read.buffer)) is not None:
+            node, labels, own, wide = made.node, plain_labels(read.subscripts), None, made.wide
+        else:
+            node, labels, present, inside = self.read(read)
+            own, wide = self.both(present, inside), False
         mask = self.aligned_and([(own, labels), *map(self.holds, self.added_conditions(read))], labels)
         target = plain_labels(store.subscripts)
         if mask is not None:
             node = self.call(torch.where, mask, node, 0)
         if labels != target:
             node = self.align(node, labels, target)
-        return Value(node, target, owned=mask is not None or bool(scattered_axes(read.subscripts)))
+        return Value(node, target, wide=wide, owned=mask is not None or bool(scattered_axes(read.subscripts)))
+
+    def applied(self, value: Expr, labels: Labels) -> Node | float:
+        """Compute a function of what is read, over some indices; where a read misses, the result means nothing."""
+        if isinstance(value, Const):
+            return value.value
+        if isinstance(value, Load):
+            node, own, _, _ = self.read(value)
+            return self.align(self.widen(Value(node, own)), own, labels)
+        assert isinstance(value, Op)
+        if value.name == "one":
+            own = indices_of(value)
+            ones = self.call(torch.ones, self.shape(own), dtype=self.wide_dtype, device=self.device)
+            return self.align(ones, own, labels)
+        args = [self.applied(arg, labels) for arg in value.args]
+        if value.name in _SIGNS:
+            return self.call(_SIGNS[value.name], *args)
+        function = FUNCTIONS[value.name]
+        last = len(args) - function.number
+        tensors = [self.number(arg) if isinstance(arg, int | float) else arg for arg in args[:last]]
+        return self.call(function.forward, *tensors, *args[last:])
+
+    def number(self, value: float) -> Node:
+        return self.call(torch.full, (), value, dtype=self.wide_dtype, device=self.device)
 
     def total(self, store: Store, read: Load) -> Value:
         """Sum one factor."""

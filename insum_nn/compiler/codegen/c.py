@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from insum_nn.compiler.codegen.c_prelude import literal, number_of
-from insum_nn.compiler.codegen.c_values import NotInC, Pieces, Range, Slot, Values, is_index
+from insum_nn.compiler.codegen.c_values import NotInC, Pieces, Range, Slot, Values
 from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Kernel, Load, Loop, Size, Store, conjuncts, walk
+from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Kernel, Load, Loop, Op, Size, Store, conjuncts, walk
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
 from insum_nn.compiler.passes.cpu.lower import lower
@@ -140,7 +140,7 @@ class _Printer(Values):
     def finished(self, value: str) -> str:
         """What a cell holds of its sum."""
         if self.result.activation is not None:
-            value = f"{self.helpers.activation(self.result.activation, 1)}({value})"
+            value = f"{self.helpers.of_numbers(self.result.activation, 1)}({value})"
         return f"{self.helpers.put(self.out.dtype)}({value})"
 
     def each_cell(self, statement: Callable[[str, str], str]) -> None:
@@ -300,13 +300,13 @@ class _Printer(Values):
                     self.products(slot, row, stores)
 
     def products(self, slot: Slot, row: int, stores: Sequence[Store]) -> None:
-        groups: dict[tuple[tuple[Expr, ...], Range | None, tuple[Load, ...]], list[str]] = {}
+        groups: dict[tuple[tuple[Expr, ...], Range | None, tuple[Expr, ...]], list[str]] = {}
         for store in stores:
             factors = factors_of_value(store.value)
-            lanes = tuple(f for f in factors if isinstance(f, Load) and self.varies(f))
+            lanes = tuple(f for f in factors if self.varies(f))
             # Numbers that are known outside are multiplied first.
             rest = sorted([f for f in factors if f not in lanes], key=self.depth)
-            scalar = " * ".join(self.scalar(f, row) for f in rest) or literal(1, self.dtype)
+            scalar = " * ".join(self.number_text(f, row) for f in rest) or literal(1, self.dtype)
             groups.setdefault((store.subscripts, self.range_of(store), lanes), []).append(scalar)
         one = literal(1, self.dtype)
         for (target, range_, lanes), scalars in groups.items():
@@ -314,9 +314,11 @@ class _Printer(Values):
             name = self.accumulators[key, slot]
             for each in [scalars] if self.mode == "add" else [[scalar] for scalar in scalars]:
                 scalar = " + ".join(each)
-                vectors = [self.vector(load, range_, row, slot) for load in lanes]
+                vectors = [self.vector(each, range_, row, slot) for each in lanes]
                 parts = [*([f"({scalar})"] if not vectors or scalar != one else []), *vectors]
-                term = self.limited(" * ".join(parts), bool(vectors), range_, row, slot)
+                # A function of what is read as 0 need not be 0.
+                zeroed = bool(vectors) and all(isinstance(each, Load) for each in lanes)
+                term = self.limited(" * ".join(parts), bool(vectors), zeroed, range_, row, slot)
                 if self.mode == "add":
                     self.line(f"{name} += {term};")
                 else:
@@ -339,39 +341,39 @@ class _Printer(Values):
         """Whether a row that takes no part adds 0: where no one may see what it is multiplied by."""
         if self.kernel.exact or self.mode != "add":
             return False
-        factors = [f for f in factors_of_value(store.value) if isinstance(f, Load) and self.blocked(f)]
+        every = factors_of_value(store.value)
+        if any(isinstance(f, Op) for f in every):
+            return False
+        factors = [f for f in every if isinstance(f, Load) and self.blocked(f)]
         flagged = self.flags[row][1]
         return any(not self.varies(f) and self.depth(f) >= flagged for f in factors) and not any(
             self.varies(f) for f in factors
         )
 
-    def scalar(self, factor: Expr, row: int) -> str:
-        if isinstance(factor, Const):
-            if not dtype_of(self.dtype).is_floating and factor.value != int(factor.value):
-                raise NotInC(f"{factor.value} times {self.dtype}")
-            return literal(factor.value, self.dtype)
-        if isinstance(factor, Load) and not is_index(factor):
-            return self.names[factor, self.row_of(row, factor)]
-        return f"({self.number.number}){self.text(factor, row)}"
-
-    def limited(self, term: str, vector: bool, range_: Range | None, row: int, slot: Slot) -> str:
+    def limited(self, term: str, vector: bool, zeroed: bool, range_: Range | None, row: int, slot: Slot) -> str:
         """A term as a vector whose lanes outside of a range are 0."""
         if self.mode != "add" and not dtype_of(self.dtype).is_floating:
             term = f"({self.number.number})({self.number.stored})({term})"
         if not vector and slot.width > 1:
             term = f"{term} + {self.helpers.zero(slot.width)}"
         # Lanes that were read as 0 are multiplied by what may be infinite.
-        if range_ is not None and (self.kernel.exact or not vector):
+        if range_ is not None and (self.kernel.exact or not zeroed):
             term = f"{self.helpers.only(slot.width)}({term}{self.limits(range_, row, slot)})"
         return term
 
-    def vector(self, load: Load, range_: Range | None, row: int, slot: Slot) -> str:
-        """The lanes of a read."""
-        key = load, self.row_of(row, load, *(range_.conditions if range_ else ())), range_
+    def vector(self, value: Expr, range_: Range | None, row: int, slot: Slot) -> str:
+        """The lanes of a read, or of a function; a number where they are all the same."""
+        if not self.varies(value):
+            return self.number_text(value, row)
+        key = value, self.row_of(row, value, *(range_.conditions if range_ else ())), range_
         if key not in self.memo:
+            if isinstance(value, Load):
+                text = self.read(value, range_, row, slot, along=True)
+            else:
+                assert isinstance(value, Op)
+                text = self.applied(value, [self.vector(arg, range_, row, slot) for arg in value.args], slot.width)
             made = self.memo[key] = self.fresh("l")
-            read = self.read(load, range_, row, slot, along=True)
-            self.line(f"const {self.helpers.vector(slot.width)} {made} = {read};")
+            self.line(f"const {self.helpers.vector(slot.width)} {made} = {text};")
         return self.memo[key]
 
     def read(self, load: Load, range_: Range | None, row: int, slot: Slot, *, along: bool) -> str:
@@ -443,7 +445,7 @@ class _Printer(Values):
             elif seen is not None:
                 value = f"{seen} ? {value} : {self.helpers.zero(slot.width)}"
             if self.result.activation is not None:
-                value = f"{self.helpers.activation(self.result.activation, slot.width)}({value})"
+                value = f"{self.helpers.of_numbers(self.result.activation, slot.width)}({value})"
         function = self.helpers.store(slot.width, dtype, adds=self.scattered, some=range_ is not None, near=near)
         limits = "" if range_ is None else self.limits(range_, row, slot)
         self.line(f"{function}({place}, {value}{limits});")

@@ -106,10 +106,20 @@ _PUT = {
 #endif
 }""",
 }
-_ACTIVATIONS = {
-    "relu": "x > 0 || x != x ? x : 0",
+# Functions of x, and of y, as the language has them.
+_FUNCTIONS = {
+    **{name: f"__builtin_{name}{{f}}(x)" for name in ("exp", "log", "sqrt", "sin", "cos", "tanh", "erf")},
+    "abs": "__builtin_fabs{f}(x)",
+    "rsqrt": "1 / __builtin_sqrt{f}(x)",
+    "sigmoid": "1 / (1 + __builtin_exp{f}(-x))",
     "silu": "x / (1 + __builtin_exp{f}(-x))",
+    "softplus": "(x > 0 ? x : 0) + __builtin_log1p{f}(__builtin_exp{f}(-__builtin_fabs{f}(x)))",
     "gelu": "x * (1 + __builtin_erf{f}(x * ({t})0.70710678118654752)) / 2",
+    "relu": "x > 0 || x != x ? x : 0",
+    "leaky_relu": "x > 0 ? x : x * y",
+    "sign": "(x > 0) - (x < 0)",
+    "step": "x > 0",
+    "eq": "x == y",
 }
 _RANGES = {
     "least": "INSUM_INLINE long least(long a, long b) { return a < b ? a : b; }",
@@ -319,15 +329,18 @@ class Helpers:
             return literal(value, self.dtype)
         return f"({self.number.number})({value + 1}L - 1)" if value < 0 else literal(value, self.dtype)
 
-    def activation(self, name: str, width: int) -> str:
-        """A function of each number."""
+    def of_numbers(self, name: str, width: int) -> str:
+        """A function of one number or two, or of each number of vectors."""
         vector, number = self.vector(width), self.number
-        text = _ACTIVATIONS[name].format(f="f" if number.number == "float" else "", t=number.number)
-        one = self.function(f"{name}_{number.tag}", number.number, f"{number.number} x", f"return {text};")
+        names = "xy" if "y" in _FUNCTIONS[name].split("x", 1)[1] else "x"
+        text = _FUNCTIONS[name].format(f="f" if number.number == "float" else "", t=number.number)
+        arguments = ", ".join(f"{number.number} {each}" for each in names)
+        one = self.function(f"{name}_{number.tag}", number.number, arguments, f"return {text};")
         if width == 1:
             return one
-        body = f"for (int i = 0; i < {width}; i++) a[i] = {one}(a[i]); return a;"
-        return self.function(f"{name}{width}_{number.tag}", vector, f"{vector} a", body)
+        body = f"for (int i = 0; i < {width}; i++) x[i] = {one}({', '.join(f'{each}[i]' for each in names)}); return x;"
+        arguments = ", ".join(f"{vector} {each}" for each in names)
+        return self.function(f"{name}{width}_{number.tag}", vector, arguments, body)
 
     # Writes.
 

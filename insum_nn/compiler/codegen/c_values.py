@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from insum_nn.compiler.codegen.c_prelude import Helpers
+from insum_nn.compiler.codegen.c_prelude import Helpers, literal
 from insum_nn.compiler.ir.build import INITIAL
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
@@ -22,6 +22,7 @@ from insum_nn.compiler.ir.nodes import (
     Size,
     Store,
     conjuncts,
+    operands,
     walk,
 )
 from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
@@ -31,7 +32,7 @@ from insum_nn.compiler.passes.cpu.place_lanes import extent_of, place_lanes, ste
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["NotInC", "Pieces", "Range", "Slot", "Values", "is_index"]
+__all__ = ["NotInC", "Pieces", "Range", "Slot", "Values"]
 
 # Steps of a loop over entries that a row is asked for ahead of its use.
 _AHEAD = 8
@@ -79,6 +80,8 @@ class Values:
         floating = dtype_of(self.dtype).is_floating
         if not floating and self.result.activation not in (None, "relu"):
             raise NotInC(f"{self.result.activation} of {self.dtype}")
+        if not floating and any(factor.name not in _SIGNS for s in self.stores for factor in _applied(s.value)):
+            raise NotInC(f"functions of {self.dtype}")
         self.width = vector_bytes // self.number.bytes
         self.place = place_lanes(
             self.kernel,
@@ -114,7 +117,7 @@ class Values:
         self.items = self.placed()
 
     def factor_dtype(self) -> str:
-        buffers = [f.buffer for s in self.stores for f in factors_of_value(s.value) if isinstance(f, Load)]
+        buffers = [read.buffer for s in self.stores for read in operands(s.value)]
         buffers += [b for b in self.kernel.inputs if b.name == INITIAL]
         return buffers[0].dtype if buffers else self.out.dtype
 
@@ -169,6 +172,28 @@ class Values:
             return f"{self.helpers.range('least')}({', '.join(args)})"
         return f"({args[0]} {_SIGNS[expr.name]} {args[1]})"
 
+    def number_text(self, value: Expr, row: int) -> str:
+        """A number that is the same for all lanes, of values that are named already."""
+        named = self.names.get((value, self.row_of(row, value)))
+        if named is not None and not (isinstance(value, Load) and is_index(value)):
+            return named
+        if isinstance(value, Const):
+            if not dtype_of(self.dtype).is_floating and value.value != int(value.value):
+                raise NotInC(f"{value.value} times {self.dtype}")
+            return literal(value.value, self.dtype)
+        if not isinstance(value, Op) or is_integer(value):
+            return f"({self.number.number}){self.text(value, row)}"
+        return self.applied(value, [self.number_text(arg, row) for arg in value.args], 1)
+
+    def applied(self, value: Op, args: Sequence[str], width: int) -> str:
+        """An operation on numbers, or on vectors and numbers."""
+        if value.name in _SIGNS or value.name == "div":
+            return f"({args[0]} {_SIGNS.get(value.name, '/')} {args[1]})"
+        if width > 1:
+            zero = self.helpers.zero(width)
+            args = [text if self.varies(arg) else f"({text} + {zero})" for text, arg in zip(args, value.args, strict=True)]
+        return f"{self.helpers.of_numbers(value.name, width)}({', '.join(args)})"
+
     # Addresses.
 
     def stride(self, buffer: Buffer, axis: int) -> str:
@@ -206,6 +231,7 @@ class Values:
         Conditions come first, as a statement orders them: those before say that those after may read.
         """
         found: dict[Node | Range, int] = {}
+        applied = {node for store in self.stores for node in _applied(store.value)}
 
         def visit(node: Node) -> None:
             if node in found or isinstance(node, Buffer):
@@ -213,7 +239,7 @@ class Values:
             inner = (*conjuncts(node.where), *node.subscripts) if isinstance(node, Load) else node.children()
             for child in inner:
                 visit(child)
-            if isinstance(node, Load) or node in self.common:
+            if isinstance(node, Load) or node in self.common or (node in applied and not self.varies(node)):
                 found[node] = self.depth(node)
 
         for loop in loops_of(self.kernel):
@@ -246,9 +272,14 @@ class Values:
         # Inside a loop over terms, only what the current batch of stores reads.
         needed = {*walk(*self.stores)} if depth >= self.first_sum and len(self.place.batches) > 1 else None
         for node in self.items.get(depth, ()):
-            if needed is not None and isinstance(node, Load) and node not in needed:
+            if needed is not None and isinstance(node, Expr) and node not in needed and node not in self.common:
                 continue
-            if isinstance(node, Range):
+            if isinstance(node, Op) and node not in self.common:
+                for row in range(self.rows if self.blocked(node) else 1):
+                    text, name = self.number_text(node, row), self.fresh("f")
+                    self.line(f"const {self.number.number} {name} = {text};")
+                    self.names[node, row] = name
+            elif isinstance(node, Range):
                 self.declare_range(node)
             elif isinstance(node, Load):
                 self.declare_load(node)
@@ -386,6 +417,18 @@ def _plain_lookups(load: Load) -> bool:
     found = _looked_up(load)
     ordered = any(isinstance(node, Load) for node in walk(*load.subscripts))
     return ordered and all(entry.where is None and not _looked_up(entry) for entry in found)
+
+
+def _applied(value: Expr) -> list[Op]:
+    """The factors of a product that are functions of numbers."""
+    return [factor for factor in factors_of_value(value) if isinstance(factor, Op) and not is_integer(factor)]
+
+
+def is_integer(value: Expr) -> bool:
+    """Whether a factor is an index, or what a static table's entries and steps add up to."""
+    if isinstance(value, Op):
+        return value.name in ("add", "sub", "mul") and all(map(is_integer, value.args))
+    return isinstance(value, Index) or (isinstance(value, Const) and value.dtype == "int64")
 
 
 def is_index(load: Load) -> bool:

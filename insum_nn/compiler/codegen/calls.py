@@ -178,8 +178,11 @@ def _name_of(target: Any) -> str:
     module = _module_of(target)
     if module:
         return f"{module.rpartition('.')[2]}.{target.__name__}"
-    assert target is getattr(torch, target.__name__, None), f"no name for {target}"
-    return f"torch.{target.__name__}"
+    name = target.__name__
+    for place, where in (("torch", torch), ("torch.nn.functional", torch.nn.functional)):
+        if target is getattr(where, name, None):
+            return f"{place}.{name}"
+    raise AssertionError(f"no name for {target}")
 
 
 def _module_of(target: Any) -> str:

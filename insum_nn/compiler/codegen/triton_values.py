@@ -28,6 +28,12 @@ from insum_nn.dtypes import dtype_of
 __all__ = ["Axes", "Scope", "Value", "Values", "lanes_of", "strides_of"]
 
 Axes = tuple[str, ...]
+# Near 0, where 1 is added to what is small, the first terms of a series.
+_LOG1P = "tl.where({0} < 1e-4, {0} * (1.0 - {0} * (0.5 - {0} * (1 / 3 - 0.25 * {0}))), tl.log(1.0 + {0}))"
+_TANH = (
+    "tl.where(tl.abs({0}) < 0.05, {0} * (1.0 - {0} * {0} * (1 / 3 - {0} * {0} * (2 / 15 - {0} * {0} * (17 / 315 - {0} "
+    "* {0} * (62 / 2835 - {0} * {0} * 1382 / 155925))))), 2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)"
+)
 # Every operation of `ir.nodes.OPERATIONS`, and how Triton writes it.
 _TEXT = {
     "add": "({} + {})",
@@ -43,9 +49,25 @@ _TEXT = {
     "minimum": "tl.minimum({}, {})",
     "select": "tl.where({}, {}, {})",
     "high_bits": "({}.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)",
-    "relu": "tl.where({0} < 0.0, 0.0, {0})",
+    "div": "({} / {})",
+    "exp": "tl.exp({})",
+    "log": "tl.log({})",
+    "sqrt": "tl.sqrt({})",
+    "rsqrt": "tl.rsqrt({})",
+    "sin": "tl.sin({})",
+    "cos": "tl.cos({})",
+    "tanh": _TANH,
+    "sigmoid": "(1.0 / (1.0 + tl.exp(-{0})))",
     "silu": "({0} / (1.0 + tl.exp(-{0})))",
+    "softplus": f"(tl.where({{0}} > 0.0, {{0}}, 0.0) + {_LOG1P.format('tl.exp(-tl.abs({0}))')})",
+    "erf": "tl.erf({})",
     "gelu": "(0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476)))",
+    "relu": "tl.where({0} < 0.0, 0.0, {0})",
+    "leaky_relu": "tl.where({0} > 0.0, {0}, {0} * {1})",
+    "abs": "tl.abs({})",
+    "sign": "(tl.where({0} > 0.0, 1.0, 0.0) - tl.where({0} < 0.0, 1.0, 0.0))",
+    "step": "tl.where({} > 0.0, 1.0, 0.0)",
+    "eq": "tl.where({} == {}, 1.0, 0.0)",
 }
 
 

@@ -21,8 +21,9 @@ from insum_nn.compiler.forms.tables import Unrolling, unroll
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.build import OUTPUT, build
 from insum_nn.compiler.ir.graph import loops_of, stores_of
-from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, replacing
+from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, operands, replacing
 from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.syntax import Access, Apply, Factor, leaves
 from insum_nn.compiler.passes import own_rows
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.passes.own_rows import ROW
@@ -280,8 +281,8 @@ class Form:
 
 @lru_cache(maxsize=1 << 14)
 def reads_of(store: Store) -> tuple[Load, ...]:
-    """The tensors that a term multiplies."""
-    return tuple(factor for factor in term_of(store).factors if isinstance(factor, Load))
+    """The tensors that a term is made of."""
+    return tuple(read for factor in term_of(store).factors for read in operands(factor))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -311,6 +312,10 @@ def at_rows(stores: Iterable[Store], row_index: Load | None) -> tuple[Store, ...
 # The form of a statement.
 
 
+def _is_one(factor: Factor) -> bool:
+    return isinstance(factor, Apply) and factor.function == "one"
+
+
 def make_form(
     bound: Bound,
     sizes: Mapping[str, int],
@@ -336,7 +341,7 @@ def make_form(
         raise FormError(f"the generator sums; {statement.operator} goes another way")
     if not bound.dtype.is_floating_point:
         raise FormError("factors are integers")
-    if not statement.reads:
+    if not any(isinstance(leaf, Access) for factor in statement.factors if not _is_one(factor) for leaf in leaves(factor)):
         raise FormError("no tensor is read")
     names = names_of(statement)
     extents = Extents(tuple([sizes[name] for name in bound.layout.indices]), tuple(output))
@@ -441,6 +446,8 @@ def _atomic(form: Form) -> Form:
 
 def _find_product(form: Form) -> Product | None:
     """Divide the factors into two sides that share summed indices and have written ones of their own."""
+    if not form.bound.statement.is_product:
+        return None
     depends = [
         frozenset(i.name for read in reads for i in indices_of(read)) for reads in zip(*form.factors, strict=True)
     ]

@@ -44,13 +44,14 @@ class Strides:
 
 def initial_steps(initial: Tensor | None) -> tuple[str, ...] | None:
     """How an initial value is addressed: `None` as the output, else per axis a known step, or "" for an argument."""
-    if initial is None or initial.is_contiguous():
+    # An expanded axis says so itself; whether all is contiguous, extents without a value do not tell.
+    if initial is None or (not any(type(s) is int and s == 0 for s in initial.stride()) and initial.is_contiguous()):
         return None
     return tuple(_step(extent, step) for extent, step in zip(initial.shape, initial.stride(), strict=True))
 
 
 def _step(extent: int, step: int) -> str:
-    return "0" if extent == 1 or step == 0 else "1" if step == 1 else ""
+    return "0" if step == 0 else "1" if step == 1 else "0" if extent == 1 else ""
 
 
 class Numbers:

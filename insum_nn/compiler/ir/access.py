@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op
+from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op, conjuncts
 
 __all__ = [
     "Labels",
@@ -92,8 +92,11 @@ def inside(subscript: Expr, extent: Expr) -> Expr:
 def miss_conditions(read: Load) -> tuple[Expr, ...]:
     """Return the conditions of a read not to miss, one for each way to miss, those of its index tensors first.
 
-    A constant subscript lies inside of its tensor, and so does what an index tensor alone says.
+    A constant subscript lies inside of its tensor, and so does what an index tensor alone says. What is read at indices
+    alone, such as a function that an earlier step made, misses where its own condition does not hold.
     """
+    if all(isinstance(subscript, Index) for subscript in read.subscripts):
+        return conjuncts(read.where)
     return tuple(dict.fromkeys(_conditions(read)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Cast,
@@ -22,12 +24,14 @@ from insum_nn.compiler.ir.nodes import (
     operation,
 )
 from insum_nn.compiler.lang.bind import Bound, show_dtype
-from insum_nn.compiler.lang.syntax import Access, Number, Statement, Subscript
+from insum_nn.compiler.lang.syntax import Access, Factor, Number, Statement, Subscript
 from insum_nn.compiler.lang.syntax import Index as IndexVariable
 
 __all__ = ["INITIAL", "OUTPUT", "Names", "build"]
 
 OUTPUT = "out"
+# The greatest power that is made by multiplications.
+_SQUARED = 32
 INITIAL = "out_initial"
 
 
@@ -52,7 +56,7 @@ def _letter(number: int) -> str:
     return chr(ord("a") + number % 26) + (str(number // 26) if number >= 26 else "")
 
 
-def build(bound: Bound) -> Kernel:
+def build(bound: Bound, *, reads_ones: bool = False) -> Kernel:
     """Build the algorithm of a bound statement.
 
     C[Row[g],n] += Val[g,q] * B[Col[g,q],n] becomes
@@ -62,14 +66,14 @@ def build(bound: Bound) -> Kernel:
             sum c in 0 .. C:
               out[x0[a], b] += t0[a, c] * (t1[x1[a, c], b] if x1[a, c] >= 0 else 0)   where x1[a, c] >= 0
 
-    Extents that are compiled in are numbers.
+    Extents that are compiled in are numbers. `reads_ones`: what is counted by `one` is read too.
     """
-    return _Builder(bound).kernel()
+    return _Builder(bound, reads_ones=reads_ones).kernel()
 
 
 class _Builder:
-    def __init__(self, bound: Bound) -> None:
-        self.bound = bound
+    def __init__(self, bound: Bound, *, reads_ones: bool) -> None:
+        self.bound, self.reads_ones = bound, reads_ones
         self.statement = bound.statement
         self.names = Names(bound.statement)
         self.static = dict(bound.static)
@@ -106,11 +110,7 @@ class _Builder:
 
     def kernel(self) -> Kernel:
         statement = self.statement
-        value: Expr | None = None
-        for factor in statement.factors:
-            read = self.load(factor) if isinstance(factor, Access) else _literal(factor)
-            value = read if value is None else Op("mul", (value, read))
-        assert value is not None
+        value = self.chain("mul", statement.factors)
         target = tuple(
             self.subscript(s, e) for s, e in zip(statement.output.subscripts, self.output.shape, strict=True)
         )
@@ -126,6 +126,32 @@ class _Builder:
             inputs = (*inputs, Buffer(INITIAL, show_dtype(self.bound.dtype), self.output.shape))
             result = Result(self.output, "tensor", self.bound.epilogue.activation)
         return Kernel(inputs, (result,), (body,), self.bound.drop_outside)
+
+    def chain(self, name: str, factors: Sequence[Factor]) -> Expr:
+        """Build what an operation makes of factors, from left to right."""
+        value, *rest = map(self.value, factors)
+        for each in rest:
+            value = Op(name, (value, each))
+        return value
+
+    def value(self, factor: Factor) -> Expr:
+        if isinstance(factor, Access):
+            return self.load(factor)
+        if isinstance(factor, Number):
+            return Const(factor.value, "float64" if isinstance(factor.value, float) else "int64")
+        if factor.function in ("add", "mul"):
+            return self.chain(factor.function, factor.args)
+        args = [*map(self.value, factor.args)]
+        if factor.function == "one":
+            # Only the conditions of its argument are left, where they stand by themselves.
+            return Op("one", tuple(args)) if self.reads_ones else Const(1)
+        if factor.function == "detach":
+            return args[0]
+        if factor.function == "pow":
+            exponent = factor.args[1]
+            assert isinstance(exponent, Number)
+            return _power(args[0], exponent.value)
+        return operation(factor.function, *args)
 
     def load(self, access: Access) -> Load:
         """Build the read of an access, under the conditions that its address is valid."""
@@ -173,5 +199,20 @@ class _Builder:
         )
 
 
-def _literal(number: Number) -> Const:
-    return Const(number.value, "float64" if isinstance(number.value, float) else "int64")
+def _power(base: Expr, exponent: float) -> Expr:
+    """Build a power: a small whole one by squaring, others by a logarithm."""
+    if exponent in (0.5, -0.5):
+        return operation("sqrt" if exponent > 0 else "rsqrt", base)
+    whole = exponent == int(exponent)
+    if not whole or abs(exponent) > _SQUARED:
+        size = operation("log", operation("abs", base) if whole else base)
+        power = operation("exp", Op("mul", (Const(float(exponent), "float64"), size)))
+        return Op("mul", (operation("sign", base), power)) if whole and exponent % 2 else power
+    left, square, found = abs(int(exponent)), base, None
+    while left:
+        if left & 1:
+            found = square if found is None else Op("mul", (found, square))
+        left >>= 1
+        square = Op("mul", (square, square)) if left else square
+    found = Const(1) if found is None else found
+    return operation("div", Const(1), found) if exponent < 0 else found

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, dataclass_transform
 
+from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
 from insum_nn.facts import UNKNOWN, IndexFacts
 from insum_nn.locks import new_lock
 
@@ -44,6 +45,7 @@ __all__ = [
     "Stmt",
     "Store",
     "add",
+    "operands",
     "conjunction",
     "conjuncts",
     "multiply",
@@ -295,11 +297,14 @@ OPERATIONS: dict[str, Operation] = {
     "minimum": Operation(2, min, "min({}, {})"),
     "equal": Operation(2, operator.eq, "({} == {})"),
     "select": Operation(3, lambda condition, a, b: a if condition else b, "({1} if {0} else {2})"),
-    "relu": Operation(1, lambda a: a if a != a else max(a, 0.0), "relu({})"),
-    "silu": Operation(1, lambda a: a / (1 + math.exp(-a)) if a > -700 else -0.0, "silu({})"),
-    "gelu": Operation(1, lambda a: 0.5 * a * (1 + math.erf(a * math.sqrt(0.5))), "gelu({})"),
     "high_bits": Operation(1, _high_bits, "high_bits({})"),
     "cdiv": Operation(2, lambda a, b: -(-a // b), "cdiv({}, {})"),
+    "div": Operation(2, SIGNS["div"].of, "({} / {})"),
+    **{
+        name: Operation(len(each.derivatives), each.of, f"{name}({', '.join(['{}'] * len(each.derivatives))})")
+        for name, each in FUNCTIONS.items()
+        if name != "detach"
+    },
 }
 
 
@@ -324,6 +329,14 @@ def multiply(a: Expr, b: Expr) -> Expr:
     if a is zero or b is zero:
         return zero
     return b if a is one else a if b is one else operation("mul", a, b)
+
+
+def operands(value: Expr) -> Iterator[Load]:
+    """Yield the tensors that a value is computed of, without those inside of their subscripts."""
+    if isinstance(value, Load):
+        yield value
+    for arg in value.args if isinstance(value, Op) else ():
+        yield from operands(arg)
 
 
 def conjuncts(condition: Expr | None) -> tuple[Expr, ...]:

@@ -6,7 +6,7 @@ of one call are `Extents`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
-from insum_nn.compiler.lang.syntax import Number, Statement
+from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
+from insum_nn.compiler.lang.syntax import Apply, Factor, Number, Statement, leaves
 from insum_nn.dtypes import INDEX_DTYPES, VALUE_DTYPES, not_dense
 from insum_nn.errors import (
     InsumDeviceError,
@@ -318,8 +319,22 @@ def _check_dtypes(statement: Statement, named: Mapping[str, Tensor]) -> list[Ins
                 got=dtypes,
             )
         )
-    floats = [f for f in statement.factors if isinstance(f, Number) and isinstance(f.value, float)]
-    if floats and len(dtypes) == 1 and not next(iter(dtypes)).is_floating_point:
+    if len(dtypes) != 1 or next(iter(dtypes)).is_floating_point:
+        return faults
+    functions = [f for f in _applied(*statement.factors) if not ({**SIGNS, **FUNCTIONS})[f.function].integers]
+    for function in functions[:1]:
+        name = {"div": "a quotient", "pow": "a power"}.get(function.function, f"the function '{function.function}'")
+        faults.append(
+            InsumDtypeError(
+                f"{name} takes floating-point numbers, got {show_dtype(next(iter(dtypes)))}",
+                expression=statement.text,
+                spans=[f.span for f in functions],
+                fix="convert the tensors to a floating-point dtype.",
+                got=next(iter(dtypes)),
+            )
+        )
+    floats = [f for f in leaves(*statement.factors) if isinstance(f, Number) and isinstance(f.value, float)]
+    if floats:
         faults.append(
             InsumDtypeError(
                 f"the number {floats[0].value!r} does not fit integer factors ({show_dtype(next(iter(dtypes)))})",
@@ -329,6 +344,14 @@ def _check_dtypes(statement: Statement, named: Mapping[str, Tensor]) -> list[Ins
             )
         )
     return faults
+
+
+def _applied(*factors: Factor) -> Iterator[Apply]:
+    """Yield the functions of factors, outer before inner."""
+    for factor in factors:
+        if isinstance(factor, Apply):
+            yield factor
+            yield from _applied(*factor.args)
 
 
 def _check_devices(statement: Statement, named: Mapping[str, Tensor]) -> list[InsumError]:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from insum_nn.compiler.lang.syntax import Access, Statement
-from insum_nn.errors import InsumAliasError, InsumError, InsumNameError, InsumShapeError, Span, raise_collected
+from insum_nn.compiler.lang.syntax import Access, Apply, Statement, leaves
+from insum_nn.errors import (
+    InsumAliasError,
+    InsumError,
+    InsumNameError,
+    InsumShapeError,
+    InsumSyntaxError,
+    Span,
+    raise_collected,
+)
 
 __all__ = ["check_names", "check_statement"]
 
@@ -21,11 +29,13 @@ def check_statement(statement: Statement, sized: Collection[str] = ()) -> None:
         InsumNameError: an index is written but never read.
         InsumAliasError: the output is also read.
         InsumShapeError: one tensor is used with two ranks.
+        InsumSyntaxError: a summand does not vary with an index that is summed.
     """
     faults: list[InsumError] = []
     faults += _written_never_read(statement, sized)
     faults += _output_read(statement)
     faults += _two_ranks(statement)
+    faults += _summands_that_lack_an_index(statement)
     raise_collected(faults)
 
 
@@ -99,6 +109,31 @@ def _two_ranks(statement: Statement) -> list[InsumError]:
                     fix=f"give every access to '{name}' one subscript per dimension.",
                     tensor=name,
                     got=tuple(ranks),
+                )
+            )
+    return faults
+
+
+def _summands_that_lack_an_index(statement: Statement) -> list[InsumError]:
+    """Refuse `Y[i] += A[i,k] + b[i]`, where b would be added once, or for each k: nothing tells which is meant."""
+    value = statement.factors[0]
+    if len(statement.factors) > 1 or not isinstance(value, Apply) or value.function != "add":
+        return []
+    if not statement.combining.adds:
+        return []
+    written = {index.name for index in statement.output.indices()}
+    faults: list[InsumError] = []
+    for summand in value.args:
+        own = {i.name for leaf in leaves(summand) if isinstance(leaf, Access) for i in leaf.indices()}
+        lacking = [name for name in statement.indices() if name not in written and name not in own]
+        if lacking:
+            names = ", ".join(f"'{name}'" for name in lacking)
+            faults.append(
+                InsumSyntaxError(
+                    f"a summand does not vary with {names}, over which the statement sums",
+                    expression=statement.text,
+                    spans=[summand.span],
+                    fix="add it by a statement of its own.",
                 )
             )
     return faults

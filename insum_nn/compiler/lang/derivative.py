@@ -8,16 +8,20 @@ over the same index space: the tensor that was read is written, the one that was
 same, so that the same terms miss. A term whose read was out of bounds did not contribute, so the derivative drops that
 write instead of raising.
 
+A factor that is a function is replaced by its derivative, by the chain rule.
+
 `max=` and `min=` send the gradient to the terms that attained the extremum, in equal shares on a tie: the derivative
 has one more factor, a tensor over the whole index space that holds the share of each term.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.lang.syntax import Access, Statement
+from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Number, Statement, leaves, replaced
 from insum_nn.errors import InsumNameError
 
 __all__ = ["Derivative", "derivatives", "directional", "fresh_name"]
@@ -58,10 +62,10 @@ def derivatives(statement: Statement, operand: str) -> Derivative:
     >>> from insum_nn.compiler.lang.parser import parse
     >>> print(derivatives(parse("C[Row[p],n] += Val[p] * B[Col[p],n]"), "B").statements[0])
     dB[Col[p],n] += dC[Row[p],n] * Val[p]
+    >>> print(derivatives(parse("P[e,h] = exp(S[e,h] - M[I[e],h])"), "S").statements[0])
+    dS[e,h] += dP[e,h] * exp(S[e,h] - M[I[e],h])
     """
-    factors = enumerate(statement.factors)
-    positions = [i for i, factor in factors if isinstance(factor, Access) and factor.name == operand]
-    if not positions:
+    if operand not in {access.name for access in statement.reads}:
         factors = ", ".join(dict.fromkeys(access.name for access in statement.reads)) or "none"
         raise InsumNameError(
             f"'{operand}' is not a factor of the statement",
@@ -75,14 +79,11 @@ def derivatives(statement: Statement, operand: str) -> Derivative:
     seed = fresh_name(f"d{statement.output.name}", taken)
     output = fresh_name(f"d{operand}", taken | {seed})
     share, extra = _share(statement, taken | {seed, output})
+    read = seed + str(statement.output)[len(statement.output.name) :]
     statements: list[Statement] = []
-    for position in positions:
-        access = statement.factors[position]
-        assert isinstance(access, Access)
+    for access, before, after in _occurrences(statement, operand):
         written = output + str(access)[len(access.name) :]
-        read = seed + str(statement.output)[len(statement.output.name) :]
-        others = [str(f) for i, f in enumerate(statement.factors) if i != position]
-        statements.append(parse(f"{written} += {' * '.join([read, *others, *extra])}"))
+        statements.append(parse(f"{written} += {' * '.join([read, *before, *after, *extra])}"))
     return Derivative(tuple(statements), output, seed, share, operand)
 
 
@@ -97,13 +98,76 @@ def directional(statement: Statement, operand: str) -> Derivative:
     seed = fresh_name(f"d{operand}", taken)
     share, extra = _share(statement, taken | {seed})
     statements: list[Statement] = []
-    for position, factor in enumerate(statement.factors):
-        if not isinstance(factor, Access) or factor.name != operand:
-            continue
-        factors = [str(f) for f in statement.factors]
-        factors[position] = seed + factors[position][len(operand) :]
-        statements.append(parse(f"{statement.output} += {' * '.join([*factors, *extra])}"))
+    for access, before, after in _occurrences(statement, operand):
+        read = seed + str(access)[len(access.name) :]
+        statements.append(parse(f"{statement.output} += {' * '.join([*before, read, *after, *extra])}"))
     return Derivative(tuple(statements), statement.output.name, seed, share, operand)
+
+
+def _occurrences(statement: Statement, operand: str) -> Iterator[tuple[Access, list[str], list[str]]]:
+    """Yield each access to a tensor that the value varies with, and what multiplies its change there.
+
+    The latter is divided at its place among the factors. What a function's derivative no longer reads still says which
+    terms take part: it becomes a `one`.
+    """
+    for position, factor in enumerate(statement.factors):
+        before, after = ([str(f) for f in part] for part in (statement.factors[:position], statement.factors[position + 1 :]))
+        own = [leaf for leaf in leaves(factor) if isinstance(leaf, Access)]
+        for access in dict.fromkeys(leaf for leaf in own if leaf.name == operand):
+            change = _change(factor, access)
+            if change is None:
+                continue
+            parts = [] if isinstance(change, Number) and change.value == 1 else [str(change)]
+            others = [f for at, f in enumerate(statement.factors) if at != position]
+            read = {leaf for leaf in leaves(change, *others) if isinstance(leaf, Access)}
+            shown = {index.name for each in (statement.output, access, *read) for index in each.indices()}
+            for lost in dict.fromkeys(own):
+                plain = all(subscript.plain is not None for subscript in lost.subscripts)
+                if lost not in read and lost != access and not (plain and shown.issuperset(i.name for i in lost.indices())):
+                    parts.append(f"one({lost})")
+            yield access, before, [*parts, *after]
+
+
+def _change(factor: Factor, access: Access) -> Factor | None:
+    """Return the derivative of a factor by an access; `None`: 0."""
+    if factor == access:
+        return Number(1, access.span)
+    if not isinstance(factor, Apply):
+        return None
+    changes = [_change(arg, access) for arg in factor.args]
+    found: list[Factor] = []
+    for place, change in enumerate(changes):
+        if change is None:
+            continue
+        others = factor.args[:place] + factor.args[place + 1 :]
+        if factor.function == "add":
+            found.append(change)
+        elif factor.function == "mul":
+            found.append(_times(*others, change))
+        elif (local := _local(factor, place)) is not None:
+            found.append(_times(*local, change))
+    return Apply("add", tuple(found), factor.span) if len(found) > 1 else found[0] if found else None
+
+
+def _local(factor: Apply, place: int) -> tuple[Factor, ...] | None:
+    """Return the factors of a function's derivative by one of its arguments; `None`: 0."""
+    u = factor.args[0]
+    if factor.function == "pow":
+        exponent = factor.args[1]
+        assert isinstance(exponent, Number)
+        lower = Number(exponent.value - 1, exponent.span)
+        return exponent, (u if lower.value == 1 else Apply("pow", (u, lower), factor.span))
+    rule = {**SIGNS, **FUNCTIONS}[factor.function].derivatives[place]
+    if rule is None:
+        return None
+    given = dict(zip("uv", factor.args, strict=False))
+    return tuple(replaced(each, lambda name: given[name.name]) for each in parse(f"r += {rule}").factors)
+
+
+def _times(*factors: Factor) -> Factor:
+    """Return a product without factors of 1."""
+    rest = [f for f in factors if not (isinstance(f, Number) and f.value == 1)]
+    return Apply("mul", tuple(rest), rest[0].span) if len(rest) > 1 else rest[0] if rest else factors[0]
 
 
 def _share(statement: Statement, taken: set[str]) -> tuple[str | None, list[str]]:

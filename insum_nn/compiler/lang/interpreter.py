@@ -6,13 +6,15 @@ It shares no code with the compiler, and is slow: every compiled program is comp
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
-from insum_nn.compiler.lang.syntax import Access, Index, Number, Statement, Subscript
+from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
+from insum_nn.compiler.lang.syntax import Access, Factor, Index, Number, Statement, Subscript
 from insum_nn.errors import InsumRangeError
 
 __all__ = ["interpret"]
@@ -77,26 +79,39 @@ class _Interpreter:
 
     def visit(self, point: Mapping[str, int], cells: dict[tuple[int, ...], int | float]) -> None:
         place = self.place(self.statement.output, point, self.extents.output, write=True)
-        term: int | float = 1
+        found: dict[Access, int | float] = {}
         missed = place is None
-        for factor in self.statement.factors:
-            if isinstance(factor, Number):
-                term = term * factor.value
-                continue
-            where = self.place(factor, point, self.shapes[factor.name], write=False)
+        for access in self.statement.reads:
+            where = self.place(access, point, self.shapes[access.name], write=False)
             if where is None:
-                # The other factors are still visited: their entries must be valid.
+                # The others are still visited: their entries must be valid.
                 missed = True
             elif not missed:
-                term = term * self.cell(factor.name, where)
+                found[access] = self.cell(access.name, where)
         if place is None or missed:
             return
+        term: int | float = 1
+        for factor in self.statement.factors:
+            term = term * self.value(factor, found)
         combining, earlier = self.statement.combining, cells.get(place)
         if earlier is None:
             cells[place] = combining.identity + term if combining.adds else term
         elif earlier == earlier:
             # NaN stays.
             cells[place] = combining.fold(term, earlier)
+
+    def value(self, factor: Factor, found: Mapping[Access, int | float]) -> int | float:
+        if isinstance(factor, Number):
+            return factor.value
+        if isinstance(factor, Access):
+            return found[factor]
+        first, *rest = (self.value(arg, found) for arg in factor.args)
+        if factor.function == "add":
+            return sum(rest, first)
+        if factor.function == "mul":
+            return math.prod([first, *rest])
+        value = {**SIGNS, **FUNCTIONS}[factor.function].of(first, *rest)
+        return int(value) if self.integral else value
 
     def place(
         self, access: Access, point: Mapping[str, int], shape: Sequence[int], *, write: bool

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Literal
 
 from insum_nn.compiler.lang.combining import OPERATORS
-from insum_nn.compiler.lang.syntax import Access, Factor, Index, Number, Statement, Subscript, Term
-from insum_nn.errors import InsumOverflowError, InsumSyntaxError, Span
+from insum_nn.compiler.lang.functions import FUNCTIONS, Function
+from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Index, Number, Statement, Subscript, Term
+from insum_nn.errors import InsumOverflowError, InsumSyntaxError, Span, plural
 
 __all__ = ["check_text", "parse"]
 
@@ -26,16 +28,12 @@ _INT64_MAX = 2**63 - 1
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?")
 # Operators are symbols, or a name and an equals sign.
 _NAMES = tuple(operator[:-1] for operator in OPERATORS if operator[:-1].isidentifier())
-_SYMBOLS = (*(o for o in OPERATORS if o[:-1] not in _NAMES), "[", "]", ",", "*", "+", "-")
+_SYMBOLS = (*(o for o in OPERATORS if o[:-1] not in _NAMES), "**", *"[](),*/+-")
 _ONE_OF = f"one of {' '.join(OPERATORS)}"
-_NO_PARENTHESES = "write without parentheses: apply functions to tensors before passing them, and multiply sums out."
 _HINTS = {
-    "(": _NO_PARENTHESES,
-    ")": _NO_PARENTHESES,
     "...": "write one index per dimension.",
     ":=": "write '=' to assign, or '+=' to add.",
-    "/": "pass a precomputed factor or index tensor; the language has products and affine sums only.",
-    "%": "pass a precomputed index tensor; the language has products and affine sums only.",
+    "%": "pass a precomputed index tensor; subscripts are affine sums.",
     ">": "write the output first, and name the tensors, for example C[i,j] += A[i,k] * B[k,j].",
     "@": "write a matrix product with indices, for example C[i,j] += A[i,k] * B[k,j].",
     "'": "write names without quotes.",
@@ -93,7 +91,7 @@ def _unexpected(text: str, position: int) -> InsumSyntaxError:
         f"unexpected {'character' if len(symbol) == 1 else 'symbol'} {symbol!r}",
         expression=text,
         spans=[Span(position, position + len(symbol))],
-        fix=_HINTS.get(symbol, f"use names, numbers, the symbols [ ] , * + - and {_ONE_OF}."),
+        fix=_HINTS.get(symbol, f"use names, numbers, the symbols {' '.join('[](),*/+-')} and {_ONE_OF}."),
         got=symbol,
     )
 
@@ -174,29 +172,127 @@ class _Parser:
     def statement(self) -> Statement:
         output = self.access("the tensor to write", 'start with the output, for example "C[i,j] += A[i,k] * B[k,j]".')
         operator = self.operator()
-        factors = [self.factor()]
-        while self.maybe("*"):
-            factors.append(self.factor())
-            if len(factors) > _MAX_FACTORS:
-                raise InsumSyntaxError(
-                    f"the statement has more than {_MAX_FACTORS} factors",
-                    expression=self.text,
-                    spans=[factors[-1].span],
-                    fix="split the product into several statements.",
-                    expected=_MAX_FACTORS,
-                )
+        value = self.expression()
         if self.token.kind != "end":
-            if self.token.text in ("+", "-"):
-                fix = (
-                    "a statement is one product; run one statement per summand, passing the first result as the "
-                    "initial value of '+='."
-                )
-            elif self.token.kind in ("name", "number"):
-                fix = "put '*' between factors."
-            else:
-                fix = "end the statement here."
+            fix = "put '*' between factors." if self.token.kind in ("name", "number") else "end the statement here."
             raise self.fail("'*' or the end of the statement", fix)
-        return Statement(output, operator, tuple(factors), self.text)
+        return Statement(output, operator, _factors(value), self.text)
+
+    def expression(self) -> Factor:
+        start = self.token.span
+        terms = [self.product()]
+        while sign := self.maybe("+", "-"):
+            term = self.product()
+            terms.append(_negated(term, sign.span) if sign.text == "-" else term)
+            self.bound(len(terms), _MAX_FACTORS, "summands", term.span, "split the sum into several statements.")
+        return terms[0] if len(terms) == 1 else Apply("add", tuple(terms), start.merge(terms[-1].span))
+
+    def product(self) -> Factor:
+        start = self.token.span
+        factors = [*_factors(self.unary())]
+        while sign := self.maybe("*", "/"):
+            right = self.unary()
+            if sign.text == "*":
+                factors += _factors(right)
+            else:
+                factors[-1] = _quotient(factors[-1], right)
+            fix = "split the product into several statements."
+            self.bound(len(factors), _MAX_FACTORS, "factors", right.span, fix)
+        return _product(factors, start.merge(self.tokens[self.position - 1].span))
+
+    def unary(self) -> Factor:
+        sign = self.maybe("-", "+")
+        if sign is None:
+            return self.power()
+        self.deeper(sign.span)
+        value = self.unary()
+        self.depth -= 1
+        return value if sign.text == "+" else _negated(value, sign.span)
+
+    def power(self) -> Factor:
+        base = self.atomic()
+        if self.maybe("**") is None:
+            return base
+        sign = self.maybe("-", "+")
+        if self.token.kind != "number":
+            fix = "write a number, or a power as exp(exponent * log(base))."
+            raise self.fail("a number as the exponent", fix)
+        token = self.advance()
+        value = self.number_value(token)
+        exponent = Number(-value if sign is not None and sign.text == "-" else value, token.span)
+        return Apply("pow", (base, exponent), base.span.merge(token.span))
+
+    def atomic(self) -> Factor:
+        if self.token.kind == "number":
+            token = self.advance()
+            return Number(self.number_value(token), token.span)
+        if self.token.kind == "name" and self.tokens[self.position + 1].text == "(":
+            return self.function()
+        bracket = self.maybe("(")
+        if bracket is None:
+            return self.access("a factor", self.factor_hint())
+        self.deeper(bracket.span)
+        value = self.expression()
+        self.close(bracket.span)
+        return value
+
+    def function(self) -> Apply:
+        name, bracket = self.advance(), self.advance()
+        function = FUNCTIONS.get(name.text)
+        if function is None:
+            near = get_close_matches(name.text, FUNCTIONS, 1)
+            raise InsumSyntaxError(
+                f"there is no function '{name.text}'",
+                expression=self.text,
+                spans=[name.span],
+                details=[f"functions: {', '.join(FUNCTIONS)}"],
+                fix=f"write {near[0]}(...)." if near else "name one of these, or write subscripts in brackets: A[i].",
+                got=name.text,
+            )
+        self.deeper(name.span)
+        args = [self.expression()]
+        while self.maybe(","):
+            args.append(self.expression())
+        span = name.span.merge(self.close(bracket.span))
+        self.check_arguments(name, function, args, span)
+        return Apply(name.text, tuple(args), span)
+
+    def check_arguments(self, name: _Token, function: Function, args: Sequence[Factor], span: Span) -> None:
+        expected = len(function.derivatives)
+        if len(args) != expected:
+            raise InsumSyntaxError(
+                f"'{name.text}' takes {plural(expected, 'argument')}, got {len(args)}",
+                expression=self.text,
+                spans=[span],
+                fix="give it as many.",
+                expected=expected,
+                got=len(args),
+            )
+        if function.number and not isinstance(args[-1], Number):
+            raise InsumSyntaxError(
+                f"the last argument of '{name.text}' must be a number, got '{args[-1]}'",
+                expression=self.text,
+                spans=[args[-1].span],
+                fix="write the number.",
+            )
+
+    def deeper(self, span: Span) -> None:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise InsumSyntaxError(
+                f"parentheses, signs and accesses are nested more than {_MAX_DEPTH} deep",
+                expression=self.text,
+                spans=[span],
+                fix="compute a part of it by a statement of its own.",
+                expected=_MAX_DEPTH,
+            )
+
+    def close(self, bracket: Span) -> Span:
+        if self.token.text != ")":
+            fix = "write ',' between arguments, or ')' behind the last."
+            raise self.fail("',' or ')'", fix, [bracket, self.token.span])
+        self.depth -= 1
+        return self.advance().span
 
     def operator(self) -> str:
         token = self.token
@@ -221,23 +317,9 @@ class _Parser:
         return "put the operator between the output and its factors."
 
     def factor_hint(self) -> str:
-        before = self.tokens[self.position - 1].text
-        if self.token.text == before == "*":
-            return "write a power as a product, for example A[i] * A[i]."
         if self.token.text == "=":
             return f"write the operator once: {_ONE_OF}."
-        return "write an access such as A[i,k], a number, or the name of a 0-d tensor."
-
-    def factor(self) -> Factor:
-        sign = self.maybe("-", "+")
-        if self.token.kind == "number":
-            token = self.advance()
-            span = token.span if sign is None else sign.span.merge(token.span)
-            value = self.number_value(token)
-            return Number(-value if sign is not None and sign.text == "-" else value, span)
-        if sign is not None:
-            raise self.fail("a number after the sign", "write -1 as a factor, for example -1 * A[i].")
-        return self.access("a factor", self.factor_hint())
+        return "write an access such as A[i,k], a number, a function such as exp(A[i]), or the name of a 0-d tensor."
 
     def number_value(self, token: _Token) -> int | float:
         if token.text.isdigit():
@@ -270,15 +352,7 @@ class _Parser:
         bracket = self.maybe("[")
         if bracket is None:
             return Access(name.text, (), name.span, name.span)
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            raise InsumSyntaxError(
-                f"accesses are nested more than {_MAX_DEPTH} deep",
-                expression=self.text,
-                spans=[name.span],
-                fix="compose the index tensors beforehand.",
-                expected=_MAX_DEPTH,
-            )
+        self.deeper(name.span)
         if self.token.text == "]":
             raise self.fail("a subscript", f"write a 0-d tensor without brackets: {name.text}.")
         self.accesses += 1
@@ -394,3 +468,29 @@ class _Parser:
                 fix="use smaller integers.",
             )
         return value
+
+
+def _factors(value: Factor) -> tuple[Factor, ...]:
+    """The factors of a product."""
+    return value.args if isinstance(value, Apply) and value.function == "mul" else (value,)
+
+
+def _product(factors: Sequence[Factor], span: Span) -> Factor:
+    return factors[0] if len(factors) == 1 else Apply("mul", tuple(factors), span)
+
+
+def _quotient(value: Factor, by: Factor) -> Factor:
+    """Divide, by a product where something is divided already."""
+    span = value.span.merge(by.span)
+    if isinstance(value, Apply) and value.function == "div":
+        value, before = value.args
+        by = _product([*_factors(before), *_factors(by)], before.span.merge(by.span))
+    return Apply("div", (value, by), span)
+
+
+def _negated(value: Factor, sign: Span) -> Factor:
+    first, *rest = _factors(value)
+    span = sign.merge(value.span)
+    if isinstance(first, Number):
+        return _product([replace(first, value=-first.value, span=sign.merge(first.span)), *rest], span)
+    return _product([Number(-1, sign), first, *rest], span)

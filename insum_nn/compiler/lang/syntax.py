@@ -1,22 +1,27 @@
 """Represent one statement as a syntax tree: frozen nodes, each with a span, and their printer.
 
-    statement := access operator factor { "*" factor }        operators: `combining.py`
-    factor    := access | number | identifier
-    access    := name "[" subscript { "," subscript } "]"
-    subscript := an affine sum of index variables and accesses, with integer coefficients
+    statement  := access operator expression                  operators: `combining.py`
+    expression := product { ("+" | "-") product }
+    product    := unary { ("*" | "/") unary }
+    unary      := "-" unary | atom [ "**" number ]
+    atom       := number | access | function "(" expression { "," expression } ")" | "(" expression ")"
+    access     := name [ "[" subscript { "," subscript } "]" ]
+    subscript  := an affine sum of index variables and accesses, with integer coefficients
 
-Spans are ignored by comparisons, so `parse(str(s)) == s` for every statement `s`.
+The right-hand side is a product of factors: accesses, numbers, and functions of these (`Apply`), as sums and quotients
+are. Spans are ignored by comparisons, so `parse(str(s)) == s` for every statement `s`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from insum_nn.compiler.lang.combining import COMBINING, Combining
+from insum_nn.compiler.lang.functions import SIGNS
 from insum_nn.errors import Span
 
-__all__ = ["Access", "Factor", "Index", "Number", "Statement", "Subscript", "Term"]
+__all__ = ["Access", "Apply", "Factor", "Index", "Number", "Statement", "Subscript", "Term", "leaves", "replaced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +135,64 @@ class Number:
         return repr(self.value)
 
 
-Factor = Access | Number
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """A function of `functions.py` of factors."""
+
+    function: str
+    args: tuple[Factor, ...]
+    span: Span = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"({self.text})" if self.function in SIGNS else self.text
+
+    @property
+    def text(self) -> str:
+        """The same without parentheses around it."""
+        first, *rest = self.args
+        if self.function == "add":
+            text = _text(first)
+            for each in map(_text, rest):
+                text += f" - {each[1:]}" if each.startswith("-") else f" + {each}"
+            return text
+        if self.function == "mul":
+            minus = isinstance(first, Number) and repr(first.value) == "-1" and not isinstance(rest[0], Number)
+            return ("-" if minus else f"{first} * ") + " * ".join(map(str, rest))
+        if self.function in ("div", "pow"):
+            return f"{first}{' / ' if self.function == 'div' else '**'}{rest[0]}"
+        return f"{self.function}({', '.join(map(_text, self.args))})"
+
+
+Factor = Access | Number | Apply
+
+
+def _text(factor: Factor) -> str:
+    """A factor where no sign is next to it; a difference keeps what it subtracts together."""
+    return factor.text if isinstance(factor, Apply) else str(factor)
+
+
+def leaves(*factors: Factor) -> Iterator[Access | Number]:
+    """Yield the accesses and numbers that factors are made of, from left to right."""
+    for factor in factors:
+        if isinstance(factor, Apply):
+            yield from leaves(*factor.args)
+        else:
+            yield factor
+
+
+def replaced(factor: Factor, change: Callable[[Access], Factor]) -> Factor:
+    """Return a factor with each of its accesses changed."""
+    if isinstance(factor, Apply):
+        return replace(factor, args=tuple(replaced(arg, change) for arg in factor.args))
+    return change(factor) if isinstance(factor, Access) else factor
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """`output operator factor * factor * ...`."""
+    """`output operator factor * factor * ...`.
+
+    A factor that is a product is several factors, so the factors of a statement are accesses, numbers and functions.
+    """
 
     output: Access
     operator: str
@@ -150,7 +207,9 @@ class Statement:
         return self._hash
 
     def __str__(self) -> str:
-        return f"{self.output} {self.operator} {' * '.join(map(str, self.factors))}"
+        first = self.factors[0]
+        value = _text(first) if len(self.factors) == 1 else " * ".join(map(str, self.factors))
+        return f"{self.output} {self.operator} {value}"
 
     @property
     def combining(self) -> Combining:
@@ -159,8 +218,13 @@ class Statement:
 
     @property
     def reads(self) -> tuple[Access, ...]:
-        """Return the factors that are tensors."""
-        return tuple(f for f in self.factors if isinstance(f, Access))
+        """Return the tensors that are read, those in functions too, from left to right."""
+        return tuple(f for f in leaves(*self.factors) if isinstance(f, Access))
+
+    @property
+    def is_product(self) -> bool:
+        """Return whether no factor is a function."""
+        return not any(isinstance(f, Apply) for f in self.factors)
 
     def indices(self) -> tuple[str, ...]:
         """Return the names of all index variables: the output's first, then in reading order."""

@@ -122,7 +122,7 @@ def cuts_of(bound: Bound, taken: frozenset[str] = frozenset()) -> tuple[Cut, ...
         taken: names that no further tensor may have.
     """
     statement = bound.statement
-    if not statement.combining.adds or not 2 <= len(statement.reads) <= _MAX_FACTORS:
+    if not (statement.combining.adds and statement.is_product) or not 2 <= len(statement.reads) <= _MAX_FACTORS:
         return ()
     return tuple(_Cutter(bound, taken).all())
 

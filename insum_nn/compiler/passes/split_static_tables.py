@@ -52,7 +52,8 @@ def _split(bound: Bound, static: Tables, sizes: tuple[tuple[str, int], ...]) -> 
     statement, tables = bound.statement, dict(static)
     entry = _entry(statement.accesses(), tables)
     # What is between two statements is as large as the messages of all edges, which none stores.
-    if entry is None or not statement.combining.adds or not tables.keys() >= {*statement.index_tensors()}:
+    adds = statement.combining.adds and statement.is_product
+    if entry is None or not adds or not tables.keys() >= {*statement.index_tensors()}:
         return None
     return min(_Splitter(bound, tables, entry, dict(sizes)).all(), key=lambda each: each[0], default=(0, None))[1]
 

@@ -28,7 +28,7 @@ from insum_nn.compiler.ir.nodes import (
     conjuncts,
     walk,
 )
-from insum_nn.compiler.passes.terms import Term, factored, guards, indices_of, loose, select, widened
+from insum_nn.compiler.passes.terms import Term, factored, guards, indices_of, loose, select, vanishes, widened
 from insum_nn.compiler.passes.unify_variants import rolled
 from insum_nn.dtypes import is_widened
 
@@ -76,7 +76,8 @@ class Space:
 
     def guards(self, factor: Expr) -> set[Expr]:
         """The conditions without which a factor is 0: a load past the end of a loop gives 0 too."""
-        return {*guards(factor), *(self.inside[i] for i in indices_of(factor) if i in self.inside)}
+        past = (self.inside[i] for i in indices_of(factor) if i in self.inside) if vanishes(factor) else ()
+        return {*guards(factor), *past}
 
     def of_cell(self, condition: Expr) -> bool:
         """Whether a condition is the same for all terms of a cell."""

@@ -14,7 +14,7 @@ from functools import lru_cache
 from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op, Store, conjuncts, walk
 from insum_nn.dtypes import dtype_of, is_widened
 
-__all__ = ["Term", "factored", "guards", "indices_of", "loose", "select", "term_of", "widened"]
+__all__ = ["Term", "factored", "guards", "indices_of", "loose", "select", "term_of", "vanishes", "widened"]
 
 ZERO = Const(0.0, "float64")
 
@@ -56,12 +56,19 @@ def guards(factor: Expr) -> tuple[Expr, ...]:
     return ()
 
 
+def vanishes(factor: Expr) -> bool:
+    """Whether a factor is what one read gives, and so is 0 where nothing is read: functions of a read need not be."""
+    if isinstance(factor, Op) and factor.name == "select":
+        factor = factor.args[1]
+    return isinstance(factor.value if isinstance(factor, Cast) else factor, Load)
+
+
 def loose(
     factors: Sequence[Expr], conditions: Iterable[Expr], guarded: Callable[[Expr], Iterable[Expr]] = guards
 ) -> list[Expr]:
     """The conditions, each once, that some factor is not guarded by; `guarded` says which ones guard a factor."""
     each = [set(guarded(factor)) for factor in factors]
-    return [c for c in dict.fromkeys(conditions) if any(c not in found for found in each)]
+    return [c for c in dict.fromkeys(conditions) if not each or any(c not in found for found in each)]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -81,8 +88,9 @@ def widened(factor: Expr) -> Expr:
     """A factor as it takes part in sums: in the dtype in which they are formed."""
     if isinstance(factor, Load) and is_widened(factor.buffer.dtype):
         return Cast(factor, dtype_of(factor.buffer.dtype).wide.name)
-    if isinstance(factor, Op) and factor.name == "select":
-        return Op("select", (factor.args[0], widened(factor.args[1]), factor.args[2]))
+    if isinstance(factor, Op):
+        condition = factor.args[:1] if factor.name == "select" else ()
+        return Op(factor.name, (*condition, *map(widened, factor.args[len(condition) :])))
     return factor
 
 

@@ -20,7 +20,7 @@ from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
-from insum_nn.compiler.lang.syntax import Access
+from insum_nn.compiler.lang.syntax import Statement, replaced
 from insum_nn.compiler.runtime.backward import Call, Shapes, gradients, kept_tensors
 from insum_nn.compiler.runtime.batched_gradients import (
     batched_access,
@@ -369,9 +369,9 @@ class _Batch:
         names = {name for name, dim in zip(layout.tensors, dims, strict=True) if dim is not None}
         self.repeated = factors_of_entries(statement, names)
         names |= self.repeated
-        factors = [batched_access(f, names, index) if isinstance(f, Access) else str(f) for f in statement.factors]
+        factors = [replaced(f, lambda each: batched_access(each, names, index)) for f in statement.factors]
         written = batched_access(statement.output, {*names, statement.output.name}, index)
-        text = f"{written} {statement.operator} {' * '.join(factors)}"
+        text = str(Statement(written, statement.operator, tuple(factors), ""))
         # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
         facts = tuple((n, f if n not in names else IndexFacts(masked=f.masked)) for n, f in call.spec.facts)
         static = tuple((name, table) for name, table in call.spec.static if name not in names)

@@ -144,7 +144,7 @@ class _Together:
 
     def __init__(self, spec: Spec, pool: Sequence[Tensor | None], needs: Sequence[bool]) -> None:
         values, names = spec.layout.value_tensors, spec.layout.tensors
-        self.written = [at for at, need in enumerate(needs) if need and names[at] in values]
+        self.written = [at for at, need in enumerate(needs) if need and names[at] in values and _derived(spec, at)]
         steps = [(n, derived) for n, at in enumerate(self.written) for derived in _derived(spec, at)]
         self.read = tuple(dict.fromkeys(place for _, derived in steps for place in derived.places))
         slot = {place: n for n, place in enumerate(self.read)}

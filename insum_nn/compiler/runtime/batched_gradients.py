@@ -8,6 +8,7 @@ has no memory of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-from insum_nn.compiler.lang.syntax import Access, Index, Statement
+from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript, Term
 
 __all__ = ["batched_access", "each_vector", "factors_of_entries", "for_each_tangent", "for_each_vector"]
 
@@ -100,20 +101,17 @@ def _open(tensor: Tensor) -> tuple[int, Tensor]:
 # Statements of a batch, under `torch.vmap`.
 
 
-def batched_access(access: Access, names: set[str], batch: str) -> str:
+def batched_access(access: Access, names: set[str], batch: str) -> Access:
     """Return the access with a leading batch subscript on every batched tensor, nested ones too."""
-    subscripts: list[str] = []
-    for subscript in access.subscripts:
-        text = ""
-        for term in subscript.terms:
-            atom = batched_access(term.atom, names, batch) if isinstance(term.atom, Access) else str(term.atom)
-            text += f"{'-' if term.coefficient < 0 else '+' if text else ''}{abs(term.coefficient)}*{atom}"
-        if subscript.offset or not text:
-            text += f"{subscript.offset:+d}" if text else str(subscript.offset)
-        subscripts.append(text)
+
+    def inner(term: Term) -> Term:
+        return replace(term, atom=batched_access(term.atom, names, batch)) if isinstance(term.atom, Access) else term
+
+    subscripts = tuple(replace(each, terms=tuple(map(inner, each.terms))) for each in access.subscripts)
     if access.name in names:
-        subscripts.insert(0, batch)
-    return f"{access.name}[{','.join(subscripts)}]" if subscripts else access.name
+        span = access.span
+        subscripts = (Subscript((Term(1, Index(batch, span), span),), 0, span), *subscripts)
+    return replace(access, subscripts=subscripts)
 
 
 def factors_of_entries(statement: Statement, batched: set[str]) -> set[str]:

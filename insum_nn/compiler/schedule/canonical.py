@@ -19,7 +19,7 @@ from typing import Any
 from insum_nn.compiler.ir.build import OUTPUT, Names
 from insum_nn.compiler.lang.bind import Bound, show_dtype
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript, Term
+from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript, Term, replaced
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts, StaticTable, Tables
 
@@ -57,7 +57,7 @@ def _renamed(statement: Statement) -> Statement:
         return access(term.atom, names.tensors[term.atom.name])
 
     output = access(statement.output, OUTPUT)
-    factors = tuple(access(f, names.tensors[f.name]) if isinstance(f, Access) else f for f in statement.factors)
+    factors = tuple(replaced(f, lambda each: access(each, names.tensors[each.name])) for f in statement.factors)
     # Parsed again, so that its text and the places in it belong to the new names.
     return parse(str(Statement(output, statement.operator, factors, "")))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.ir.graph import loops_of, stores_of
-from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, Store, conjuncts, walk
+from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, Store, conjuncts, operands, walk
 from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
 from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
 from insum_nn.compiler.passes.cpu.written_cells import WrittenCells
@@ -147,7 +147,7 @@ def _lanes(
     apart: Callable[[Load | Store, Index], int],
 ) -> Loop | None:
     """The loop whose neighbours are read and written next to each other at the least cost."""
-    values = [*dict.fromkeys(f for store in stores for f in factors_of_value(store.value))]
+    values = [*dict.fromkeys(each for s in stores for f in factors_of_value(s.value) for each in [*operands(f)] or [f])]
     selects = any(store.combine != "add" for store in stores)
     # What is written after a sum weighs less than what each of its terms reads.
     cells = [*{store.subscripts: store for store in stores}.values()]

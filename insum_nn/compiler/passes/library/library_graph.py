@@ -18,13 +18,18 @@ from insum_nn.compiler.ir.nodes import (
     Expr,
     Index,
     Kernel,
+    Load,
+    Node,
+    Op,
     Result,
     Size,
     Store,
     conjunction,
     conjuncts,
+    operands,
 )
 from insum_nn.compiler.lang.combining import selecting
+from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
 from insum_nn.compiler.passes.library.contraction_order import multiply_in_order
 from insum_nn.compiler.passes.library.decisions import Decision
 from insum_nn.compiler.passes.library.guard_factors import guard_factors, path_conditions
@@ -59,9 +64,27 @@ def library_graph(kernel: Kernel, sizes: Mapping[str, int], target: Target) -> L
         target: what the graph is for.
     """
     cut = Cut(kernel, sizes, target)
+    functions = _apply_functions(cut)
     steps = _sum(cut) if selecting(store_of(kernel).combine) is None else _extremum(cut)
-    graph = Graph(kernel.inputs, tuple(steps), (cut.output,), tuple(_extents(kernel)))
+    graph = Graph(kernel.inputs, (*functions, *steps), (cut.output,), tuple(_extents(kernel)))
     return LibraryGraph(kernel, graph, tuple(cut.decisions))
+
+
+def _apply_functions(cut: Cut) -> list[GraphNode]:
+    """The steps that make the factors that are functions; where what they read misses, a factor is read as 0."""
+    store, steps, replaced = store_of(cut.kernel), list[GraphNode](), dict[Node, Node]()
+    for factor in factors_of_value(store.value):
+        if isinstance(factor, Op) and factor not in replaced:
+            step, read = cut.intermediate(indices_of(factor), factor, dtype=wide(cut.dtype))
+            misses = (condition for each in operands(factor) for condition in miss_conditions(each))
+            replaced[factor] = Load(read.buffer, read.subscripts, conjunction([*misses]))
+            steps.append(step)
+    if replaced:
+        made = tuple(node.buffer for node in replaced.values() if isinstance(node, Load))
+        kernel = cut.kernel.replace(replaced)
+        assert isinstance(kernel, Kernel)
+        cut.kernel = Kernel((*kernel.inputs, *made), kernel.results, kernel.body, kernel.exact)
+    return steps
 
 
 def _sum(cut: Cut) -> list[GraphNode]:

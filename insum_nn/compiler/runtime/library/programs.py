@@ -54,7 +54,7 @@ def library_calls_of(
         search=options.order == "cost",
         deterministic=options.deterministic,
     )
-    made = library_graph(build(replace(bound, epilogue=PLAIN)), sizes, target)
+    made = library_graph(build(replace(bound, epilogue=PLAIN), reads_ones=True), sizes, target)
     graph = print_aten(made.graph, bound.device_type, options, compiled=compiled, empty=0 in sizes.values())
     return Library(bound, names, made, graph)
 
