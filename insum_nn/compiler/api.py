@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.kernels.row_partition import keep_bitmasks, keep_lengths
 from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.compiler.lang.parser import check_text
+from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
@@ -57,12 +59,13 @@ from insum_nn.compiler.runtime.multilinear import (
 )
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
+from insum_nn.compiler.runtime.several_statements import StatementsProgram, run_statements
 from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_gradients
 from insum_nn.compiler.runtime.steps.watch import StatementCall, statement_calls
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
-from insum_nn.errors import InsumDtypeError, plural
+from insum_nn.errors import InsumDtypeError, InsumFormatError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
 __all__ = [
@@ -76,6 +79,7 @@ __all__ = [
     "Program",
     "ProgramSum",
     "StatementCall",
+    "StatementsProgram",
     "Table",
     "adds_atomically",
     "autocast_dtype",
@@ -112,6 +116,7 @@ __all__ = [
     "product_dtype",
     "recorded",
     "records_graph",
+    "run_statements",
     "silu",
     "statement_calls",
     "stats_of",
@@ -136,8 +141,11 @@ def compile(
 ) -> Program:
     """Check a statement once and return a `Program` to call with tensors.
 
+    Of several statements it is a `StatementsProgram`: `out_shape` then names tensors that they write, and `activation`,
+    `out_dtype` and `drop_outside`, which are about one sum, are errors.
+
     Args:
-        expression: the statement.
+        expression: the statement, or several, divided by semicolons or line ends; see `docs/language.md`.
         sizes: extents of indices that no tensor shows.
         out_shape: shape of the output; `None` entries are inferred.
         facts: claims about index tensors, by name. Each is read once for each tensor and version of it: entries outside
@@ -166,6 +174,12 @@ def compile(
     >>> layer(A=torch.eye(2), x=torch.tensor([3.0, 4.0]), y=torch.tensor([-5.0])).tolist()
     [0.0, 0.0]
     """
+    if is_program(expression):
+        _one_statement_only(expression, activation, out_dtype, drop_outside)
+        several = StatementsProgram(
+            expression, sizes=sizes, out_shape=cast(Any, out_shape), facts=facts, static=static, options=options
+        )
+        return cast(Program, several)
     return Program(
         expression,
         sizes=sizes,
@@ -177,6 +191,19 @@ def compile(
         options=options,
         drop_outside=drop_outside,
     )
+
+
+def _one_statement_only(
+    expression: str, activation: object, out_dtype: object, drop_outside: object, out: object = None
+) -> None:
+    given = {"activation": activation, "out_dtype": out_dtype, "drop_outside": drop_outside, "out": out}
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise InsumFormatError(
+                f"{name}= is for one statement, and the text has several",
+                expression=expression,
+                fix="write the function as a statement, or convert what is returned.",
+            )
 
 
 def compile_built(
@@ -223,7 +250,7 @@ def insum(
     out: Tensor | None = None,
     **named: Tensor,
 ) -> Tensor:
-    """Run one indirect einsum.
+    """Run one indirect einsum, or several statements.
 
         C[Row[g],n] += Val[g,q] * B[Col[g,q],n]        for all g, q, n
 
@@ -249,7 +276,8 @@ def insum(
             Factors are differentiable; index tensors are int32 or int64.
 
     Returns:
-        The output, of the factors' dtype and device; fp16 and bf16 are summed in float32. With `out`, that tensor.
+        The output, of the factors' dtype and device; fp16 and bf16 are summed in float32. With `out`, that tensor. Of
+        several statements what the last one writes, or the tuple of what `return` names.
 
     Raises:
         InsumError: a subclass that says what is wrong with the text, a name, a shape, a dtype, a device or an index.
@@ -271,6 +299,12 @@ def insum(
             fix='pass tensors by name: insum("C[i,k] += A[i,j] * B[j,k]", A=..., B=...).',
         )
     chosen = DEFAULT if options is None else options
+    if is_program(expression):
+        _one_statement_only(expression, activation, out_dtype, drop_outside, out)
+        chosen = replace(chosen, validate=True) if validate else chosen
+        shapes = cast(Any, out_shape) or {}
+        merged = {**(tensors or {}), **named}
+        return cast(Tensor, run_statements(expression, merged, options=chosen, sizes=sizes, out_shape=shapes))
     if torch.compiler.is_dynamo_compiling():
         merged = {**(tensors or {}), **named}
         if out is not None:

@@ -1,39 +1,74 @@
-"""`StatementsProgram`: statements that run one after the other, each with its gradients, as torch records them."""
+"""Run programs of several statements: one after the other, each with its gradients, as torch records them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.derivative import derivatives
-from insum_nn.compiler.lang.programs import ProgramText, parse_program
-from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.lang.programs import parse_program
+from insum_nn.compiler.lang.syntax import Statement, Subscript
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.program import Program
+from insum_nn.compiler.runtime.tracing.traced import call_operator, constant, option_values, options_of
 from insum_nn.dtypes import is_widened
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
-from insum_nn.facts import IndexFacts, StaticTable
-from insum_nn.tensor_cache import insert
+from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
-__all__ = ["StatementsProgram"]
+__all__ = ["StatementsProgram", "run_statements"]
 
-Shapes = Mapping[str, tuple[int | None, ...]]
-# The shapes of what statements write, by those of what a call passes.
-_LIMIT = 64
+Shapes = Mapping[str, Sequence[int | None]]
+NO_SHAPES: Shapes = {}
+
+
+class _Step(NamedTuple):
+    """A statement that runs: what it writes, what it reads and whether without a gradient, its indices, its program."""
+
+    written: str
+    read: tuple[tuple[str, bool], ...]
+    indices: tuple[str, ...]
+    program: str
+
+
+class _Plan(NamedTuple):
+    """All that a call asks, in plain tuples of text, which tracers follow.
+
+    Attributes:
+        expression: the statements.
+        inputs: tensors that are passed.
+        starts: tensors that may start with a value that is passed.
+        written: tensors that statements write.
+        results: those that are returned.
+        steps: what runs, in order.
+        axes: each access, and by axis the index or the entry that has its extent.
+    """
+
+    expression: str
+    inputs: tuple[str, ...]
+    starts: tuple[str, ...]
+    written: tuple[str, ...]
+    results: tuple[str, ...]
+    steps: tuple[tuple[Any, ...], ...]
+    axes: tuple[tuple[str, tuple[str | None, ...]], ...]
 
 
 class StatementsProgram:
     """A program of several statements, ready to be called with tensors of any size.
 
     Attributes:
-        text: its statements.
+        expression: its statements.
         programs: what runs, in order.
         options: compile options.
+
+    >>> program = StatementsProgram("S[i] = exp(x[i]); Z += S[i]; Y[i] = S[i] / Z")
+    >>> program(x=torch.zeros(4))
+    tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
     def __init__(
@@ -48,26 +83,35 @@ class StatementsProgram:
         origin: Origin = "caller",
     ) -> None:
         check_kinds(sizes=sizes, facts=facts, static=static, options=options)
-        self.text: ProgramText = parse_program(expression)
+        text = parse_program(expression)
         self.options = options
-        self._arguments = (expression, dict(sizes or {}), dict(out_shape or {}), facts, static, options, origin)
-        self._sizes, self._out_shape = dict(sizes or {}), dict(out_shape or {})
+        self._arguments = expression, dict(sizes or {}), dict(out_shape or {}), facts, static, options, origin
         self.programs: tuple[Program, ...] = tuple(
             Program(
                 str(step),
-                sizes={name: size for name, size in self._sizes.items() if name in step.indices()},
+                sizes={name: size for name, size in (sizes or {}).items() if name in step.indices()},
                 facts={name: each for name, each in (facts or {}).items() if name in step.index_tensors()},
                 static={name: each for name, each in (static or {}).items() if name in step.tensors()},
                 options=options,
                 origin=origin,
             )
-            for step in self.text.steps
+            for step in text.steps
         )
-        self._inert = [frozenset(_without_gradient(program.statement)) for program in self.programs]
-        self._shapes: dict[object, list[tuple[int | None, ...]]] = {}
+        self.expression = str(text)
+        statements = [*text.statements, *(program.statement for program in self.programs)]
+        accesses = [access for s in statements for outer in (s.output, *s.reads) for access in (outer, *outer.nested())]
+        self._plan = _Plan(
+            self.expression,
+            text.inputs,
+            tuple(s.output.name for s in text.statements if s.operator != "="),
+            text.written,
+            text.results,
+            tuple(tuple(_step(program)) for program in self.programs),
+            tuple(dict.fromkeys((access.name, tuple(map(_extent_of, access.subscripts))) for access in accesses)),
+        )
 
     def __repr__(self) -> str:
-        return f"StatementsProgram({str(self.text)!r})"
+        return f"StatementsProgram({self.expression!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuilt, self._arguments)
@@ -95,117 +139,154 @@ class StatementsProgram:
             The tensor of the last statement, or the tuple of those that `return` names. In float16 and bfloat16
             programs everything is computed in float32, and what is returned is rounded.
         """
-        found: dict[str, Tensor] = {**(tensors or {}), **named}
-        self._check_names(found)
-        dtype = next((t.dtype for t in found.values() if is_widened(t.dtype)), None)
-        if dtype is not None:
-            found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
-        extents = {**self._sizes, **(sizes or {})}
-        shapes = self._shapes_of(found, extents, {**self._out_shape, **(out_shape or {})})
-        for program, inert, shape in zip(self.programs, self._inert, shapes, strict=True):
-            statement = program.statement
-            given = {n: found[n].detach() if n in inert else found[n] for n in statement.tensors()}
-            if (initial := found.get(statement.output.name)) is not None:
-                given[statement.output.name] = initial
-            own = {name: size for name, size in extents.items() if name in statement.indices()}
-            found[statement.output.name] = program(sizes=own, out_shape=shape, tensors=given)
-        results = tuple([found[name] for name in self.text.results])
-        if dtype is not None:
-            results = tuple([result.to(dtype) for result in results])
-        return results if len(results) > 1 else results[0]
-
-    def _check_names(self, passed: Mapping[str, Tensor]) -> None:
-        expression = str(self.text)
-        starts = {s.output.name for s in self.text.statements if s.operator != "="}
-        for name in self.text.inputs:
-            if name not in passed:
-                raise InsumNameError(
-                    f"tensor '{name}' was not passed",
-                    expression=expression,
-                    details=[f"passed: {', '.join(sorted(passed)) or 'none'}"],
-                    fix=f"pass {name}=...",
-                    tensor=name,
-                )
-        for name in passed:
-            if name not in self.text.inputs and name not in starts:
-                raise InsumNameError(
-                    f"tensor '{name}' is not used by the program",
-                    expression=expression,
-                    details=[f"tensors of the program: {', '.join((*self.text.inputs, *self.text.written))}"],
-                    fix="drop it, or use it in a statement.",
-                    tensor=name,
-                )
-
-    def _shapes_of(
-        self, found: Mapping[str, Tensor], sizes: Mapping[str, int], declared: Shapes
-    ) -> list[tuple[int | None, ...]]:
-        """Return the shape of what each program writes, as far as all that is passed shows it."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-        key = (*shapes.items(), *sizes.items(), *declared.items())
-        if any(type(extent) is not int for shape in shapes.values() for extent in shape):
-            # Symbolic extents are no keys.
-            return self._inferred(shapes, sizes, declared)
-        known = self._shapes.get(key)
-        if known is None:
-            known = self._inferred(shapes, sizes, declared)
-            insert(self._shapes, key, known, _LIMIT)
-        return known
-
-    def _inferred(
-        self, given: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int], declared: Shapes
-    ) -> list[tuple[int | None, ...]]:
-        """Find extents by indices, and by entries that address axes of several tensors."""
-        shapes: dict[str, list[int | None]] = {name: [*shape] for name, shape in given.items()}
-        for name, shape in declared.items():
-            if name not in self.text.written:
-                raise InsumFormatError(
-                    f"out_shape= names '{name}', which no statement writes",
-                    expression=str(self.text),
-                    fix=f"name one of {', '.join(self.text.written)}.",
-                )
-            shapes.setdefault(name, [*shape])
-        statements = [*self.text.statements, *(program.statement for program in self.programs)]
-        accesses = [access for s in statements for outer in (s.output, *s.reads) for access in (outer, *outer.nested())]
-        extents: dict[str, int] = dict(sizes)
-        for access in accesses:
-            shape = shapes.setdefault(access.name, [None] * len(access.subscripts))
-            if len(shape) != len(access.subscripts):
-                raise InsumShapeError(
-                    f"'{access.name}' has {len(shape)} dimensions, and {len(access.subscripts)} subscripts",
-                    expression=str(self.text),
-                    fix="give it one subscript for each dimension.",
-                    tensor=access.name,
-                )
-        # What one pass finds, the next one uses: each finds at least one extent, or is the last.
-        changed = True
-        while changed:
-            changed = False
-            for access in accesses:
-                for axis, subscript in enumerate(access.subscripts):
-                    entry = subscript.indirect
-                    name = subscript.plain if entry is None else str(entry)
-                    if name is None:
-                        continue
-                    extent = shapes[access.name][axis]
-                    if extent is None and name in extents:
-                        shapes[access.name][axis] = extents[name]
-                        changed = True
-                    elif extent is not None and name not in extents:
-                        extents[name] = extent
-                        changed = True
-        return [tuple(shapes[program.statement.output.name]) for program in self.programs]
+        _, own_sizes, own_shapes, *_ = self._arguments
+        programs = None if torch.compiler.is_dynamo_compiling() else self.programs
+        shapes = {**own_shapes, **(out_shape or NO_SHAPES)}
+        return _run(self._plan, programs, {**(tensors or {}), **named}, {**own_sizes, **(sizes or {})}, shapes)
 
 
-def _without_gradient(statement: Statement) -> list[str]:
-    """Return the tensors of which no derivative is left: nothing is recorded of them."""
+def run_statements(
+    expression: str,
+    named: Mapping[str, Tensor],
+    *,
+    facts: Mapping[str, IndexFacts] = NamedFacts(),
+    options: Options = DEFAULT,
+    sizes: Mapping[str, int] | None = None,
+    out_shape: Shapes = NO_SHAPES,
+    origin: Origin = "caller",
+) -> Any:
+    """Run several statements by a program that is remembered, also while Dynamo traces; see `StatementsProgram`."""
+    if torch.compiler.is_dynamo_compiling():
+        return _run(_traced_plan(expression, option_values(options)), None, {**named}, sizes or {}, out_shape)
+    known = facts if type(facts) is NamedFacts else NamedFacts(facts)
+    return _remembered(expression, known, options, origin)(tensors=named, sizes=sizes, out_shape=out_shape)
+
+
+@lru_cache(maxsize=256)
+def _remembered(expression: str, facts: NamedFacts, options: Options, origin: Origin) -> StatementsProgram:
+    return StatementsProgram(expression, facts=facts, options=options, origin=origin)
+
+
+@constant
+def _traced_plan(expression: str, options: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(_remembered(expression, NamedFacts(), options_of(options), "caller")._plan)
+
+
+def _run(
+    plan: Sequence[Any],
+    programs: Sequence[Program] | None,
+    found: dict[str, Tensor],
+    sizes: Mapping[str, int],
+    declared: Shapes,
+) -> Any:
+    """Run the steps of a plan, by programs, or by the operator that tracers see."""
+    expression, inputs, starts, written, results, steps, axes = plan
+    _check_names(expression, inputs, starts, written, found)
+    widened = [tensor.dtype for tensor in found.values() if is_widened(tensor.dtype)]
+    if widened:
+        found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
+    shapes: dict[str, Sequence[int | None]] = {**declared}
+    for name, tensor in found.items():
+        shapes[name] = tensor.shape
+    known = _inferred(expression, axes, written, shapes, sizes)
+    for number, (name, read, indices, text) in enumerate(steps):
+        given = {each: found[each].detach() if inert else found[each] for each, inert in read}
+        if name in found:
+            given[name] = found[name]
+        own = {index: size for index, size in sizes.items() if index in indices}
+        if programs is None:
+            found[name] = call_operator(text, given, own, known[name])
+        else:
+            found[name] = programs[number](sizes=own, out_shape=tuple(known[name]), tensors=given)
+    returned = [found[name].to(widened[0]) if widened else found[name] for name in results]
+    return tuple(returned) if len(returned) > 1 else returned[0]
+
+
+def _check_names(
+    expression: str, inputs: Sequence[str], starts: Sequence[str], written: Sequence[str], passed: Mapping[str, Tensor]
+) -> None:
+    for name in inputs:
+        if name not in passed:
+            raise InsumNameError(
+                f"tensor '{name}' was not passed",
+                expression=expression,
+                details=[f"passed: {', '.join(sorted(passed)) or 'none'}"],
+                fix=f"pass {name}=...",
+                tensor=name,
+            )
+    for name in passed:
+        if name not in inputs and name not in starts:
+            raise InsumNameError(
+                f"tensor '{name}' is not used by the program",
+                expression=expression,
+                details=[f"tensors of the program: {', '.join((*inputs, *written))}"],
+                fix="drop it, or use it in a statement.",
+                tensor=name,
+            )
+
+
+def _inferred(
+    expression: str,
+    accesses: Sequence[tuple[str, tuple[str | None, ...]]],
+    written: Sequence[str],
+    given: Mapping[str, Sequence[int | None]],
+    sizes: Mapping[str, int],
+) -> dict[str, list[int | None]]:
+    """Find the shapes of all tensors, by indices and by entries that address axes of several of them."""
+    for name in given:
+        if name not in written and all(name != each for each, _ in accesses):
+            raise InsumFormatError(
+                f"out_shape= names '{name}', which no statement writes",
+                expression=expression,
+                fix=f"name one of {', '.join(written)}.",
+            )
+    shapes = {name: [*shape] for name, shape in given.items()}
+    extents: dict[str, int] = {**sizes}
+    for name, axes in accesses:
+        shape = shapes.setdefault(name, [None] * len(axes))
+        if len(shape) != len(axes):
+            raise InsumShapeError(
+                f"'{name}' has {len(shape)} dimensions, and {len(axes)} subscripts",
+                expression=expression,
+                fix="give it one subscript for each dimension.",
+                tensor=name,
+            )
+    # What one pass finds, the next one uses: each finds an extent, or is the last.
+    changed = True
+    while changed:
+        changed = False
+        for name, axes in accesses:
+            for axis, index in enumerate(axes):
+                extent = shapes[name][axis]
+                if index is None or (extent is None) == (index not in extents):
+                    continue
+                changed = True
+                if extent is None:
+                    shapes[name][axis] = extents[index]
+                else:
+                    extents[index] = extent
+    return shapes
+
+
+def _step(program: Program) -> _Step:
+    statement = program.statement
     names = dict.fromkeys(access.name for access in statement.reads)
-    return [name for name in names if not derivatives(statement, name).statements]
+    # Nothing is recorded of a tensor of which no derivative is left.
+    inert = [name for name in names if not derivatives(statement, name).statements]
+    read = tuple((name, name in inert) for name in statement.tensors())
+    return _Step(statement.output.name, read, statement.indices(), program.spec.to_json())
+
+
+def _extent_of(subscript: Subscript) -> str | None:
+    """Return what has the extent of an axis: the index or the entry that addresses it, if it is one alone."""
+    entry = subscript.indirect
+    return subscript.plain if entry is None else str(entry)
 
 
 def _rebuilt(
     expression: str,
     sizes: dict[str, int],
-    out_shape: dict[str, tuple[int | None, ...]],
+    out_shape: dict[str, Sequence[int | None]],
     facts: Mapping[str, IndexFacts] | None,
     static: Mapping[str, Tensor | StaticTable] | None,
     options: Options,

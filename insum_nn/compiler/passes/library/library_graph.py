@@ -65,7 +65,9 @@ def library_graph(kernel: Kernel, sizes: Mapping[str, int], target: Target) -> L
     """
     cut = Cut(kernel, sizes, target)
     functions = _apply_functions(cut)
-    steps = _sum(cut) if selecting(store_of(kernel).combine) is None else _extremum(cut)
+    adds = selecting(store_of(kernel).combine) is None
+    bags = match_bag_product(cut) if adds and not functions else None
+    steps = bags or (_sum(cut) if adds else _extremum(cut))
     graph = Graph(kernel.inputs, (*functions, *steps), (cut.output,), tuple(_extents(kernel)))
     return LibraryGraph(kernel, graph, tuple(cut.decisions))
 
@@ -89,9 +91,6 @@ def _apply_functions(cut: Cut) -> list[GraphNode]:
 
 def _sum(cut: Cut) -> list[GraphNode]:
     """The steps of a sum."""
-    bags = match_bag_product(cut)
-    if bags is not None:
-        return bags
     store = store_of(cut.kernel)
     texts, _ = factors_of(store.value)
     store = guard_factors(cut, store)

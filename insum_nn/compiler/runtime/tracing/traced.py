@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.facts import IndexFacts
 
-__all__ = ["call_operator", "call_traced", "options_text"]
+__all__ = ["call_operator", "call_traced", "constant", "option_values", "options_of", "options_text"]
 
 P = ParamSpec("P")
+R = TypeVar("R")
 _OPTION_NAMES = tuple(field.name for field in fields(Options))
 
 
-def _constant(function: Callable[P, str]) -> Callable[P, str]:
+def constant(function: Callable[P, R]) -> Callable[P, R]:
     """Have Dynamo call a function while it traces, and keep the result.
 
     As `torch.compiler.assume_constant_result`, which imports all of Dynamo: that takes longer than torch itself.
@@ -93,26 +94,31 @@ def call_traced(
 ) -> Tensor:
     """Run a statement while Dynamo traces: as `insum_nn.insum`, with facts of index tensors."""
     claims = [(name, f.sorted, f.unique, f.masked, f.proven, f.unique_with) for name, f in facts.items()]
-    values = _values(options)
+    values = option_values(options)
     text = _spec_text(expression, claims, values, activation, out_dtype, validate, drop_outside)
     return call_operator(text, named, sizes or {}, out_shape)
 
 
 def options_text(options: Options) -> str:
     """`options.to_json()`, also while Dynamo traces."""
-    return _options_text(_values(options)) if torch.compiler.is_dynamo_compiling() else options.to_json()
+    return _options_text(option_values(options)) if torch.compiler.is_dynamo_compiling() else options.to_json()
 
 
-def _values(options: Options) -> list[Any]:
+def option_values(options: Options) -> list[Any]:
+    """Options as constants, which a function takes that Dynamo calls; `options_of` makes options of them again."""
     return [getattr(options, name) for name in _OPTION_NAMES]
 
 
-@_constant
+def options_of(values: Sequence[Any]) -> Options:
+    return Options(**dict(zip(_OPTION_NAMES, values, strict=True)))
+
+
+@constant
 def _options_text(values: Sequence[Any]) -> str:
-    return Options(**dict(zip(_OPTION_NAMES, values, strict=True))).to_json()
+    return options_of(values).to_json()
 
 
-@_constant
+@constant
 def _spec_text(
     expression: str,
     claims: Sequence[tuple[Any, ...]],
@@ -123,7 +129,7 @@ def _spec_text(
     drop_outside: bool,
 ) -> str:
     """The program as text, from plain constants: Dynamo calls it while it traces, and keeps the result."""
-    options = Options(**dict(zip(_OPTION_NAMES, values, strict=True)))
+    options = options_of(values)
     # Versions are unknown while tracing: the call reads the tensors once when it runs.
     facts = tuple((name, IndexFacts(*claim)) for name, *claim in sorted(claims, key=lambda claim: claim[0]))
     options = replace(options, validate=options.validate or validate)

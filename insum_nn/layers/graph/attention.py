@@ -1,0 +1,266 @@
+"""Graph attention: takes the place of `torch_geometric.nn.GATConv`, `GATv2Conv` and `TransformerConv`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from insum_nn.compiler.options import DEFAULT, Options, require_options
+from insum_nn.errors import MissingExtraError
+from insum_nn.layers.graph.messages import asks_for_messages
+from insum_nn.layers.statement_layer import StatementLayer
+from insum_nn.ops.attention import ATTEND, SOFTMAX, attention, run_promoted
+from insum_nn.tensor_cache import TensorCache
+
+try:
+    from torch_geometric.nn import MessagePassing
+    from torch_geometric.nn.conv import gat_conv, gatv2_conv, transformer_conv
+    from torch_geometric.utils import add_self_loops, remove_self_loops
+except ImportError as error:
+    raise MissingExtraError(
+        "graph attention takes the place of torch_geometric's, which is not installed",
+        fix="run: pip install torch_geometric",
+    ) from error
+
+__all__ = ["GATConv", "GATv2Conv", "TransformerConv"]
+
+# Edges with their self-loops, by the edges: new tensors would be sorted at each call.
+_looped: TensorCache[Tensor] = TensorCache(limit=32)
+
+
+class _Attention(StatementLayer, MessagePassing):
+    """What the layers share: the peer's own `forward`, with statements in place of its messages.
+
+    PyTorch Geometric's code, which forms one message for each edge, runs where messages are needed: for explainers,
+    hooks, subclasses that define `message`, `edge_update` and their like, an `aggr` other than a sum, `EdgeIndex` and
+    sparse adjacencies.
+    """
+
+    _peer: ClassVar[type]
+    _scores: ClassVar[str]
+    options: Options
+
+    def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = require_options(options)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # PyTorch Geometric writes generated code over these, unless a class itself has them.
+        for name in ("propagate", "edge_updater"):
+            setattr(cls, name, getattr(cls, name))
+
+    def __repr__(self) -> str:
+        return self._shown(self._peer.__repr__(self))  # type: ignore[arg-type]
+
+    def _statements(self) -> tuple[str, ...]:
+        return (*f"{self._scores}\n{SOFTMAX}".splitlines(), ATTEND)
+
+    def forward(self, x: Any, edge_index: Any, edge_attr: Tensor | None = None, **kwargs: Any) -> Any:
+        """Attend; see the peer's `forward`."""
+        layer = self
+        kept = not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+        if getattr(self, "add_self_loops", False) and kept and not asks_for_messages(self, self._peer, edge_index):
+            nodes = [n.size(0) for n in (x if isinstance(x, tuple | list) else (x,)) if n is not None]
+            count = min(kwargs.get("size") or nodes)
+            edges = _looped.find([edge_index], count)
+            if edges is None:
+                edges = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=count)[0]
+                edges = _looped.keep([edge_index], count, edges)
+            if edge_attr is not None:
+                without, edge_attr = remove_self_loops(edge_index, edge_attr)
+                edge_attr = add_self_loops(without, edge_attr, self.fill_value, count)[1]  # type: ignore[attr-defined]
+            # The same layer but for the loops, which are there.
+            layer = object.__new__(type(self))
+            layer.__dict__.update(self.__dict__, add_self_loops=False)
+            edge_index = edges
+        return self._peer.forward(layer, x, edge_index, edge_attr, **kwargs)  # type: ignore[attr-defined]
+
+    def _ends(self, edge_index: Tensor) -> dict[str, Tensor]:
+        sends, receives = edge_index.unbind(0)
+        if self.flow == "target_to_source":
+            sends, receives = receives, sends
+        return {"I": receives, "J": sends}
+
+    def _edge_features(self, edge_attr: Tensor) -> Tensor:
+        """Return (e, heads, channels)."""
+        rows = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
+        return self.lin_edge(rows).view(-1, self.heads, self.out_channels)  # type: ignore[attr-defined, no-any-return]
+
+    def _weights(self, scores: str, values: dict[str, Tensor], edge_index: Tensor, nodes: int) -> Tensor:
+        """Return (e, heads) the weights of edges, after dropout."""
+        self._check_input(edge_index, None)
+        shapes = {name: (nodes, None) for name in "MZ"}
+        weights = run_promoted(f"{scores}\n{SOFTMAX}", values, self._ends(edge_index), self.options, shapes)
+        return functional.dropout(weights, self.dropout, self.training)  # type: ignore[attr-defined]
+
+    def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        """Sum what nodes send, by the weights of edges."""
+        if asks_for_messages(self, self._peer, edge_index):
+            return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
+        return self._sum(edge_index, size, **kwargs)
+
+    def _sum(self, edge_index: Tensor, size: Any, x: Any, alpha: Tensor) -> Tensor:
+        nodes = size[1] if size is not None else (x[0] if x[1] is None else x[1]).size(0)
+        shape = {"Y": (nodes, None, None)}
+        return run_promoted(ATTEND, {"W": alpha, "V": x[0]}, self._ends(edge_index), self.options, shape)
+
+
+class GATConv(_Attention, gat_conv.GATConv):
+    """The graph attention of Velickovic et al.: `torch_geometric.nn.GATConv`, without a tensor of edges and features.
+
+        S[e,h] = leaky_relu(A[J[e],h] + B[I[e],h], negative_slope)      and, with features of edges, + F[e,h] inside
+        W = softmax of S over the edges of each node I[e]
+        Y[I[e],h,c] += W[e,h] * V[J[e],h,c]
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's, whose own code runs where messages are
+    needed (explainers, hooks, `EdgeIndex`, sparse adjacencies, another `aggr`); gradients of any order. An edge list is
+    sorted once, and kept until torch counts a write to it.
+
+    Source: Velickovic et al., Graph Attention Networks (ICLR 2018), eq. (3) and (4).
+
+    Args:
+        *args: those of `torch_geometric.nn.GATConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.GATConv`.
+
+    >>> from insum_nn.layers.graph.attention import GATConv
+    >>> layer = GATConv(16, 8, heads=2)
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 16])
+    """
+
+    _peer = gat_conv.GATConv
+    _scores = "S[e,h] = leaky_relu(A[J[e],h] + B[I[e],h], slope)"
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Any,
+        edge_index: Any,
+        edge_attr: Tensor | None = None,
+        size: Any = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Attend; see `torch_geometric.nn.GATConv.forward`."""
+        return super().forward(
+            x, edge_index, edge_attr, size=size, return_attention_weights=return_attention_weights
+        )
+
+    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        """Return the weights of edges."""
+        alpha, edge_attr = kwargs["alpha"], kwargs["edge_attr"]
+        if asks_for_messages(self, self._peer, edge_index):
+            return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
+        parts, values = ["A[J[e],h]"], {"A": alpha[0]}
+        if alpha[1] is not None:
+            parts, values = [*parts, "B[I[e],h]"], {**values, "B": alpha[1]}
+        if edge_attr is not None and self.lin_edge is not None:
+            edges = (self._edge_features(edge_attr) * self.att_edge).sum(-1)
+            parts, values = [*parts, "F[e,h]"], {**values, "F": edges}
+        scores = f"S[e,h] = leaky_relu({' + '.join(parts)}, {float(self.negative_slope)!r})"
+        nodes = size[1] if size is not None else (alpha[0] if alpha[1] is None else alpha[1]).size(0)
+        return self._weights(scores, values, edge_index, nodes)
+
+
+class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):
+    """The graph attention of Brody et al.: `torch_geometric.nn.GATv2Conv`, without a tensor of edges and features.
+
+        S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], negative_slope) * A[h,c]   and, with features of edges, + F[e,h,c]
+        W = softmax of S over the edges of each node I[e]
+        Y[I[e],h,c] += W[e,h] * V[J[e],h,c]
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `GATConv`.
+
+    Source: Brody, Alon, Yahav, How Attentive are Graph Attention Networks? (ICLR 2022), eq. (7).
+
+    Args:
+        *args: those of `torch_geometric.nn.GATv2Conv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.GATv2Conv`.
+
+    >>> from insum_nn.layers.graph.attention import GATv2Conv
+    >>> layer = GATv2Conv(16, 8, heads=2, concat=False)
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 8])
+    """
+
+    _peer = gatv2_conv.GATv2Conv
+    _scores = "S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], slope) * A[h,c]"
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Any,
+        edge_index: Any,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Attend; see `torch_geometric.nn.GATv2Conv.forward`."""
+        return super().forward(x, edge_index, edge_attr, return_attention_weights=return_attention_weights)
+
+    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        """Return the weights of edges."""
+        (left, right), edge_attr = kwargs["x"], kwargs["edge_attr"]
+        if asks_for_messages(self, self._peer, edge_index):
+            return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
+        inner, values = "V[J[e],h,c] + R[I[e],h,c]", {"V": left, "R": right, "A": self.att[0]}
+        if edge_attr is not None:
+            inner, values = f"{inner} + F[e,h,c]", {**values, "F": self._edge_features(edge_attr)}
+        scores = f"S[e,h] = leaky_relu({inner}, {float(self.negative_slope)!r}) * A[h,c]"
+        return self._weights(scores, values, edge_index, right.size(0))
+
+
+class TransformerConv(_Attention, transformer_conv.TransformerConv):
+    """The graph transformer of Shi et al.: `torch_geometric.nn.TransformerConv`.
+
+        S[e,h] = Q[I[e],h,c] * (K[J[e],h,c] + F[e,h,c]) * scale
+        W = softmax of S over the edges of each node I[e]
+        Y[I[e],h,c] += W[e,h] * (V[J[e],h,c] + F[e,h,c])
+
+    with scale = 1 / sqrt(channels). Features of edges `F` alone have an axis of edges and one of features. Constructor,
+    `forward`, `state_dict` and results are PyTorch Geometric's; see `GATConv`.
+
+    Source: Shi et al., Masked Label Prediction (IJCAI 2021), eq. (3) and (4).
+
+    Args:
+        *args: those of `torch_geometric.nn.TransformerConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.TransformerConv`.
+
+    >>> from insum_nn.layers.graph.attention import TransformerConv
+    >>> layer = TransformerConv(16, 8, heads=2, edge_dim=3)
+    >>> edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
+    >>> layer(torch.randn(4, 16), edges, torch.randn(3, 3)).shape
+    torch.Size([4, 16])
+    """
+
+    _peer = transformer_conv.TransformerConv
+    _scores = "S[e,h] = Q[I[e],h,c] * K[J[e],h,c] * scale"
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Any,
+        edge_index: Any,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Attend; see `torch_geometric.nn.TransformerConv.forward`."""
+        return super().forward(x, edge_index, edge_attr, return_attention_weights=return_attention_weights)
+
+    def _sum(self, edge_index: Tensor, size: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        self._check_input(edge_index, size)
+        edge_attr, ends = kwargs["edge_attr"], self._ends(edge_index)
+        edge = None if self.lin_edge is None else self._edge_features(edge_attr)
+        out, self._alpha = attention(
+            kwargs["query"],
+            kwargs["key"],
+            kwargs["value"],
+            ends["J"],
+            ends["I"],
+            edge=edge,
+            dropout=self.dropout if self.training else 0.0,
+            options=self.options,
+        )
+        return out
