@@ -45,6 +45,7 @@ class _Attention(StatementLayer, MessagePassing):
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._arguments = args, kwargs
         self.options = require_options(options)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -52,6 +53,14 @@ class _Attention(StatementLayer, MessagePassing):
         # PyTorch Geometric writes generated code over these, unless a class itself has them.
         for name in ("propagate", "edge_updater"):
             setattr(cls, name, getattr(cls, name))
+
+    def __prepare_scriptable__(self) -> Any:
+        """Return what TorchScript compiles in place of the layer: the peer's, with the same parameters."""
+        args, kwargs = self._arguments
+        with torch.device("meta"):
+            plain: Any = self._peer(*args, **kwargs)
+        plain._parameters, plain._modules, plain.training = self._parameters, self._modules, self.training
+        return plain
 
     def __repr__(self) -> str:
         return self._shown(self._peer.__repr__(self))  # type: ignore[arg-type]

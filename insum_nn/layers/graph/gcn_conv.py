@@ -131,6 +131,7 @@ class GCNConv(peer.GCNConv, StatementLayer):
     propagate = MessagePassing.propagate
     # The graph from which the matrix was made that calls with `cached` read, and that matrix.
     _cached_adjacency = None
+    _peer: ClassVar[type] = peer.GCNConv
     _by_messages = _renamed(peer.GCNConv.forward, "_by_messages")
     _makes_messages: ClassVar[bool] = False
 

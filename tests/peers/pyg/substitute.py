@@ -1,4 +1,4 @@
-"""Puts our graph convolution in the place of torch_geometric's, wherever that package names it."""
+"""Puts our graph layers in the place of torch_geometric's, wherever that package names them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ MODULES = (
     "torch_geometric.nn",
     "torch_geometric.nn.conv",
     "torch_geometric.nn.conv.gcn_conv",
+    "torch_geometric.nn.conv.gat_conv",
+    "torch_geometric.nn.conv.gatv2_conv",
+    "torch_geometric.nn.conv.transformer_conv",
     "torch_geometric.nn.models",
     "torch_geometric.nn.models.basic_gnn",
     "torch_geometric.explain",
@@ -26,22 +29,23 @@ MODULES = (
 
 
 def substitute() -> list[str]:
-    """Replace the class; returns the modules where it was."""
+    """Replace the classes; returns the modules where they were."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in MODULES:
             importlib.import_module(name)
-        ours = importlib.import_module("insum_nn.layers.graph.gcn_conv").GCNConv
-    theirs = ours.__mro__[1]
-    # Ours prints its statements too, by which a swapped layer is known; the suite compares whole texts.
-    ours.__repr__ = theirs.__repr__
+        homes = [importlib.import_module(f"insum_nn.layers.graph.{name}") for name in ("gcn_conv", "attention")]
+    ours = {home.__dict__[name]._peer: home.__dict__[name] for home in homes for name in home.__all__}
+    for theirs, kind in ours.items():
+        # Ours print their statements too, by which a swapped layer is known; the suite compares whole texts.
+        kind.__repr__ = theirs.__repr__
     found: list[str] = []
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] != "torch_geometric" or module is None:
             continue
         for key, value in list(vars(module).items()):
-            if value is theirs:
-                setattr(module, key, ours)
+            if isinstance(value, type) and value in ours:
+                setattr(module, key, ours[value])
                 found.append(name)
     return found
 
@@ -55,6 +59,9 @@ class PyG(Substitution):
     SKIPS = Path(__file__).with_name("skips.txt")
     FILES = (
         "nn/conv/test_gcn_conv.py",
+        "nn/conv/test_gat_conv.py",
+        "nn/conv/test_gatv2_conv.py",
+        "nn/conv/test_transformer_conv.py",
         "nn/conv/test_static_graph.py",
         "nn/conv/test_create_gnn.py",
         "nn/models/test_basic_gnn.py",
@@ -81,12 +88,15 @@ class PyG(Substitution):
         # The suite's own switch for its slower parts: TorchScript and compilation.
         os.environ.setdefault("FULL_TEST", "1")
         substitute()
+        from insum_nn.layers.graph.attention import _Attention
         from insum_nn.layers.graph.gcn_conv import GCNConv
 
-        fused = GCNConv._fused
+        for kind, name in ((GCNConv, "_fused"), (_Attention, "_weights")):
+            setattr(kind, name, self.counted(getattr(kind, name)))
 
-        def fused_and_counted(module: GCNConv, *arguments: Any) -> Any:
+    def counted(self, fused: Any) -> Any:
+        def fused_and_counted(module: Any, *arguments: Any) -> Any:
             self.met += 1
             return fused(module, *arguments)
 
-        GCNConv._fused = fused_and_counted
+        return fused_and_counted
