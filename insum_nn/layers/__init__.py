@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
     from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScatter
+    from insum_nn.layers.graph.attention import GATConv, GATv2Conv, TransformerConv
     from insum_nn.layers.graph.gcn_conv import GCNConv
     from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
     from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
@@ -37,6 +38,8 @@ __all__ = [
     "ElementwiseTensorProduct",
     "FullTensorProduct",
     "FullyConnectedTensorProduct",
+    "GATConv",
+    "GATv2Conv",
     "GCNConv",
     "Gate",
     "Linear",
@@ -54,10 +57,12 @@ __all__ = [
     "TensorProductConv",
     "TensorProductScatter",
     "TensorSquare",
+    "TransformerConv",
 ]
 
 _HOMES = {
     "pruned.block_sparse_linear": ("BlockSparseLinear",),
+    "graph.attention": ("GATConv", "GATv2Conv", "TransformerConv"),
     "graph.gcn_conv": ("GCNConv",),
     "pruned.pruned_conv2d": ("PrunedConv2d",),
     "voxel.conv": ("SparseConv3d", "SparseConvTranspose3d", "SparseInverseConv3d", "SubMConv3d"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["CONVERTERS", "Converter", "NotConvertible", "register_converter"]
@@ -41,6 +43,22 @@ def _gcn_conv(module: Any) -> nn.Module:
     new.lin, new.bias, new.aggr_module = module.lin, module.bias, module.aggr_module
     new._cached_edge_index, new._cached_adj_t = module._cached_edge_index, module._cached_adj_t
     return new
+
+
+def _attention(module: Any) -> nn.Module:
+    """Return our graph attention with the state of PyTorch Geometric's, whose attributes say how it was made."""
+    ours = getattr(importlib.import_module("insum_nn.layers.graph.attention"), type(module).__name__)
+    if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
+        raise NotConvertible("an explainer or a hook asks for its messages")
+    named = signature(type(module)).parameters
+    given = {name: getattr(module, name) for name in named if name not in ("bias", "kwargs")}
+    given |= {"aggr": module.aggr if module.aggr is not None else module.aggr_module, "flow": module.flow}
+    given |= {name: module.res is not None for name in ("residual",) if name in named}
+    bias = module.lin_key.bias if "root_weight" in named else module.bias
+    with torch.device("meta"):
+        new = ours(**given, bias=bias is not None, decomposed_layers=module.decomposed_layers)
+    new._parameters, new._modules, new.training = module._parameters, module._modules, module.training
+    return new  # type: ignore[no-any-return]
 
 
 def _equivariant(file: str, kind: str, method: str = "from_e3nn") -> Converter:
@@ -146,6 +164,8 @@ def _names(prefix: str, kinds: Sequence[str], dims: Sequence[int]) -> list[str]:
 
 def _known() -> dict[str, Converter]:
     found: dict[str, Converter] = {"torch_geometric.nn.conv.gcn_conv.GCNConv": _gcn_conv}
+    attention = ("gat_conv.GATConv", "gatv2_conv.GATv2Conv", "transformer_conv.TransformerConv")
+    found |= dict.fromkeys([f"torch_geometric.nn.conv.{name}" for name in attention], _attention)
     kinds = ("FullyConnectedTensorProduct", "ElementwiseTensorProduct", "FullTensorProduct", "TensorSquare")
     products = ["_tensor_product.TensorProduct", *(f"_sub.{kind}" for kind in kinds)]
     product = _equivariant("tensor_product", "TensorProduct")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from insum_nn.ops.attention import attention, neighbour_softmax
 from insum_nn.ops.block_linear import block_linear, block_linear_expression
 from insum_nn.ops.custom import contract, register
 from insum_nn.ops.elementwise import (
@@ -25,6 +26,7 @@ from insum_nn.ops.ttm import ttm, ttm_expression
 
 __all__ = [
     "add",
+    "attention",
     "block_linear",
     "block_linear_expression",
     "contract",
@@ -32,6 +34,7 @@ __all__ = [
     "mttkrp_expression",
     "multiply",
     "multiply_expression",
+    "neighbour_softmax",
     "pruned_conv2d",
     "pruned_conv2d_expression",
     "register",

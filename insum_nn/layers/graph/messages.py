@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["asks_for_messages"]
@@ -31,4 +32,4 @@ def asks_for_messages(layer: Any, peer: type, edge_index: Any) -> bool:
     kind = type(layer)
     if any(name in layer.__dict__ or getattr(kind, name) is not getattr(peer, name) for name in _METHODS):
         return True
-    return type(edge_index) is not Tensor or edge_index.layout.__str__() != "torch.strided"
+    return type(edge_index) is not Tensor or edge_index.layout != torch.strided
