@@ -6,7 +6,10 @@ It shares no code with the compiler, and is slow: every compiled program is comp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,42 +64,58 @@ class _Interpreter:
         self.integral = bool(factors) and not factors[0].is_floating_point()
 
     def run(self) -> Tensor:
-        shape = self.extents.output
+        shape, output = self.extents.output, self.statement.output
         dtype = torch.int64 if self.integral else torch.float64
         cells: dict[tuple[int, ...], int | float] = {}
         if self.initial is not None:
             for place in itertools.product(*map(range, shape)):
                 cells[place] = self.initial[place].item()
-        names = self.statement.indices()
+        placed = self.once(output, lambda point: self.place(output, point, shape, write=True))
+        reads = [self.factor(factor) for factor in self.statement.factors]
+        combining = self.statement.combining
         for point in itertools.product(*map(range, self.extents.indices)):
-            self.visit(dict(zip(names, point, strict=True)), cells)
-        output = torch.zeros(shape, dtype=dtype)
-        for place, value in cells.items():
-            output[place] = value
-        return output
-
-    def visit(self, point: Mapping[str, int], cells: dict[tuple[int, ...], int | float]) -> None:
-        place = self.place(self.statement.output, point, self.extents.output, write=True)
-        term: int | float = 1
-        missed = place is None
-        for factor in self.statement.factors:
-            if isinstance(factor, Number):
-                term = term * factor.value
+            # All are looked at, of a missed term too: their entries must be valid.
+            place, values = placed(point), [read(point) for read in reads]
+            if place is None or None in values:
                 continue
-            where = self.place(factor, point, self.shapes[factor.name], write=False)
-            if where is None:
-                # The other factors are still visited: their entries must be valid.
-                missed = True
-            elif not missed:
-                term = term * self.cell(factor.name, where)
-        if place is None or missed:
-            return
-        combining, earlier = self.statement.combining, cells.get(place)
-        if earlier is None:
-            cells[place] = combining.identity + term if combining.adds else term
-        elif earlier == earlier:
-            # NaN stays.
-            cells[place] = combining.fold(term, earlier)
+            term, earlier = math.prod(values), cells.get(place)
+            if earlier is None:
+                cells[place] = combining.identity + term if combining.adds else term
+            elif earlier == earlier:
+                # NaN stays.
+                cells[place] = combining.fold(term, earlier)
+        out = torch.zeros(shape, dtype=dtype)
+        for place, value in cells.items():
+            out[place] = value
+        return out
+
+    def factor(self, factor: Access | Number) -> Callable[[tuple[int, ...]], Any]:
+        """Return a factor's value as a function of all indices; `None` for a miss."""
+        if isinstance(factor, Number):
+            return lambda _: factor.value
+        shape = self.shapes[factor.name]
+
+        def read(point: Mapping[str, int]) -> int | float | None:
+            where = self.place(factor, point, shape, write=False)
+            return None if where is None else self.cell(factor.name, where)
+
+        return self.once(factor, read)
+
+    def once(self, access: Access, look: Callable[[Mapping[str, int]], Any]) -> Callable[[tuple[int, ...]], Any]:
+        """Return a function of all indices that looks once at each combination of those that an access has."""
+        names = self.statement.indices()
+        own = [names.index(name) for name in dict.fromkeys(index.name for index in access.indices())]
+        found: dict[Any, Any] = {}
+        # Of one index the value alone.
+        key: Callable[[tuple[int, ...]], Any] = operator.itemgetter(*own) if own else lambda _: None
+
+        def looked(point: tuple[int, ...]) -> Any:
+            known = key(point)
+            if known not in found:
+                found[known] = look(dict(zip(names, point, strict=True)))
+            return found[known]
+
+        return looked
 
     def place(
         self, access: Access, point: Mapping[str, int], shape: Sequence[int], *, write: bool
