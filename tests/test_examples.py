@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,8 @@ def test_a_resumed_run_equals_an_unbroken_one(example, monkeypatch, tmp_path, ca
         assert torch.equal(got["model"][key], value), key
 
 
-def test_a_room_is_labelled_by_a_checkpoint(example, tmp_path):
-    """`segment_room.py` reads what `train_s3dis.py` has written, and a file of points."""
+def test_a_room_is_labelled_by_a_checkpoint(example, monkeypatch, tmp_path, capsys):
+    """`segment_room.py` reads what `train_s3dis.py` has written, and a file of points; a generated room by default."""
     open3d_free = tmp_path / "room.txt"
     out = str(tmp_path)
     train = example("train_s3dis")
@@ -119,6 +120,17 @@ def test_a_room_is_labelled_by_a_checkpoint(example, tmp_path):
     room = module.read_room(open3d_free)
     labelled = list(train.test(model, [voxel_sample(room, voxel_size)], "cpu"))
     assert labelled[0][1].shape == (500,)
+
+    def trained(words: list[str]) -> None:
+        folder = Path(words[words.index("--out") + 1])
+        folder.mkdir()
+        shutil.copy(tmp_path / "minkunet.pt", folder)
+
+    # Where there is no checkpoint it is trained, as above and by the demo.
+    monkeypatch.setattr(module.train_s3dis, "main", trained)
+    module.main(["--size", "tiny", "--out", f"{out}/generated"])
+    assert "point accuracy" in capsys.readouterr().out
+    assert b"element vertex 20000" in (tmp_path / "generated" / "segment_room.ply").read_bytes()[:400]
 
 
 def test_molecules_without_cells_are_learned(example, monkeypatch, tmp_path):

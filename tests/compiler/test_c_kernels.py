@@ -15,7 +15,6 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.c import NotInC, c_kernel
 from insum_nn.compiler.codegen.c_prelude import Helpers
-from insum_nn.compiler.ir.interpret import interpret_kernel
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import Epilogue
@@ -38,6 +37,7 @@ from tests.compiler.c_driver import (
     sorted_entries,
     translation_unit,
 )
+from tests.compiler.ir_interpreter import interpret_kernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
@@ -304,13 +304,14 @@ def test_threads_change_no_bit(tmp_path: Path):
     ]
     (tmp_path / "one").mkdir()
     alone = run(cases, tmp_path / "one")
+    printed = [case.printed(f"k{number}") for number, case in enumerate(cases)]
+    together = compiled(printed, tmp_path, threads=True)
     for count in (1, 2):
         torch.set_num_threads(count)
-        folder = tmp_path / f"of {count}"
-        folder.mkdir()
-        for case, got, want in zip(cases, run(cases, folder, threads=True), alone, strict=True):
+        for number, (case, want) in enumerate(zip(cases, alone, strict=True)):
+            got = case.run(getattr(together, f"call_k{number}"), printed[number])
             assert torch.equal(got.nan_to_num(5), want.nan_to_num(5)), case.title
-    assert sum("#pragma omp" in case.printed("k").text for case in cases) > 30
+    assert sum("#pragma omp" in each.text for each in printed) > 30
 
 
 def _endings() -> Iterator[Case]:

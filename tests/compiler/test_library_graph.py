@@ -12,7 +12,6 @@ from torch import Tensor
 from insum_nn.compiler.codegen.aten import print_aten
 from insum_nn.compiler.ir.build import build
 from insum_nn.compiler.ir.graph import Graph, Library, Step, store_of
-from insum_nn.compiler.ir.interpret import interpret_graph
 from insum_nn.compiler.ir.nodes import Index, Node, Store
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_graph
@@ -25,6 +24,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.library.library_graph import LibraryGraph, library_graph
 from insum_nn.compiler.passes.library.steps import Target
 from tests.compiler.generated_cases import CASES
+from tests.compiler.ir_interpreter import interpret_graph
 from tests.compiler.test_loop_nest import canonical, drawn_program
 
 # Graphs are written without a device.

@@ -211,8 +211,8 @@ def gradients(program: RandomProgram, options: Options) -> list[Tensor]:
     return list(torch.autograd.grad((out * weights.to(out)).sum(), list(own.values())))
 
 
-# 90 has an index tensor within an index tensor within another, which takes sympy seconds; the others take less.
-COMPILED = (3, 7, 20, 31, 44, 64, 71, 90, 138, 189)
+# Every operator, with and without initial values, index tensors within index tensors. Others take sympy more seconds.
+COMPILED = (7, 31, 44, 64, 138, 189, 245)
 
 
 @pytest.mark.compile

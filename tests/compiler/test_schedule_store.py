@@ -7,11 +7,11 @@ import logging
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from insum_nn.compiler.schedule.cache_folder import cache_folder
 from insum_nn.compiler.schedule.select import Measurement, Selected
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.compiler.schedule.tune import choose_schedule
+from tests.ranks import CONTEXT, new_process
 
 ROOT = Path(__file__).parents[2]
 TEXT = "C[Row[p],n] += Val[p] * B[Col[p],n]"
@@ -233,26 +234,11 @@ print(database._own(key).name)
 """
 
 
-def python(script: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.strip()
-
-
-def test_keys_are_the_same_in_every_process():
-    names = [output(python(SCRIPT, PYTHONHASHSEED=seed)) for seed in ("1", "2")]
-    assert names[0] == names[1]
+def test_keys_are_the_same_in_every_process(capsys: pytest.CaptureFixture[str]):
+    """In this one too, whose seed of hashes is another."""
+    exec(SCRIPT, {})
+    command, environment = [sys.executable, "-W", "ignore", "-c", SCRIPT], {**os.environ, "PYTHONHASHSEED": "1"}
+    assert capsys.readouterr().out == subprocess.check_output(command, env=environment, text=True, cwd=ROOT)
 
 
 # Files.
@@ -462,40 +448,35 @@ def test_packaged_files_are_whole():
 
 # One measures, the others read.
 
-RACE = """
-import time
-from pathlib import Path
-from tests.compiler import test_schedule_store as own
-from insum_nn.compiler.schedule import tune
-from insum_nn.compiler.schedule.select import Measurement
-tune.worth_selecting = lambda extents: True
-folder = Path(FOLDER)
-def measure(tuning, schedules):
-    with (folder / "made").open("a") as file:
-        file.write("x")
-    (folder / "begun").touch()
-    time.sleep(SLEEP)
-    return (Measurement(own.FASTEST, 10.0),)
-tune._measure = measure
-tune.WAIT = WAITS
-while len(list(folder.glob("ready*"))) < 2:
-    (folder / ("ready" + NAME)).touch()
-    time.sleep(0.01)
-if NAME == "b":
-    while not (folder / "begun").exists():
+
+def racer(name: str, folder: Path, sleep: float, waits: float, out: Any) -> None:
+    def measure(*_: object) -> tuple[Measurement, ...]:
+        with (folder / "made").open("a") as file:
+            file.write("x")
+        (folder / "begun").touch()
+        time.sleep(sleep)
+        return (Measurement(FASTEST, 10.0),)
+
+    changed: Any = tune
+    changed.worth_selecting, changed._measure, changed.WAIT = lambda extents: True, measure, waits
+    (folder / f"ready{name}").touch()
+    while len(list(folder.glob("ready*"))) < 2:
         time.sleep(0.01)
-print(own.choose())
-"""
+    while name == "b" and not (folder / "begun").exists():
+        time.sleep(0.01)
+    out.put((name, str(choose())))
 
 
 def race(folder: Path, sleep: float, waits: float) -> list[str]:
     (folder / "made").write_text("")
-    processes = []
-    for name in "ab":
-        values = {"FOLDER": str(folder), "SLEEP": sleep, "WAITS": waits, "NAME": name}
-        head = "\n".join(f"{n} = {v!r}" for n, v in values.items())
-        processes.append(python(head + RACE))
-    return [output(process) for process in processes]
+    out = CONTEXT.SimpleQueue()
+    processes = [new_process(racer, name, folder, sleep, waits, out) for name in "ab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    return [said for _, said in sorted(out.get() for _ in processes)]
 
 
 def test_one_of_two_processes_measures(tmp_path: Path):

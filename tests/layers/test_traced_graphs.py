@@ -146,9 +146,8 @@ class Scene(nn.Module):
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
         self.net = net or SparseSequential(
-            *(SubMConv3d(4, 4, 5, bias=False), nn.BatchNorm1d(4), nn.ReLU()),
+            SubMConv3d(4, 4, 5, bias=False),
             *(SparseConv3d(4, 6, 2, 2, indice_key="down"), nn.BatchNorm1d(6), nn.ReLU()),
-            SubMConv3d(6, 6, 3),
             SparseInverseConv3d(6, 4, 2, "down"),
             SubMConv3d(4, 5, 1),
         )

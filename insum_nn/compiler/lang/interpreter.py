@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
-from insum_nn.compiler.lang.syntax import Access, Factor, Index, Number, Statement, Subscript
+from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Index, Number, Statement, Subscript
 from insum_nn.errors import InsumRangeError
 
 __all__ = ["interpret"]
@@ -63,14 +65,17 @@ class _Interpreter:
         self.integral = bool(factors) and not factors[0].is_floating_point()
 
     def run(self) -> Tensor:
-        shape = self.extents.output
+        shape, output = self.extents.output, self.statement.output
         dtype = torch.int64 if self.integral else torch.float64
         cells: dict[tuple[int, ...], int | float] = {}
         if self.initial is not None:
             for place in itertools.product(*map(range, shape)):
                 cells[place] = self.initial[place].item()
-        names = self.statement.indices()
+        placed = self.once(output, lambda point: self.place(output, point, shape, write=True))
+        reads = [self.factor(factor) for factor in self.statement.factors]
+        combining = self.statement.combining
         for point in itertools.product(*map(range, self.extents.indices)):
+<<<<<<< HEAD
             self.visit(dict(zip(names, point, strict=True)), cells)
         output = torch.zeros(shape, dtype=dtype)
         for place, value in cells.items():
@@ -99,18 +104,65 @@ class _Interpreter:
         elif earlier == earlier:
             # NaN stays.
             cells[place] = combining.fold(term, earlier)
+=======
+            # All are looked at, of a missed term too: their entries must be valid.
+            place, values = placed(point), [read(point) for read in reads]
+            if place is None or None in values:
+                continue
+            term, earlier = math.prod(values), cells.get(place)
+            if earlier is None:
+                cells[place] = combining.identity + term if combining.adds else term
+            elif earlier == earlier:
+                # NaN stays.
+                cells[place] = combining.fold(term, earlier)
+        out = torch.zeros(shape, dtype=dtype)
+        for place, value in cells.items():
+            out[place] = value
+        return out
 
-    def value(self, factor: Factor, found: Mapping[Access, int | float]) -> int | float:
+    def factor(self, factor: Factor) -> Callable[[tuple[int, ...]], Any]:
+        """Return a factor's value as a function of all indices; `None` for a miss."""
         if isinstance(factor, Number):
-            return factor.value
-        if isinstance(factor, Access):
-            return found[factor]
-        first, *rest = (self.value(arg, found) for arg in factor.args)
-        if factor.function == "add":
+            return lambda _: factor.value
+        if isinstance(factor, Apply):
+            args = [self.factor(arg) for arg in factor.args]
+
+            def applied(point: tuple[int, ...]) -> int | float | None:
+                values = [arg(point) for arg in args]
+                return None if None in values else self.applied(factor.function, *values)
+
+            return applied
+        shape = self.shapes[factor.name]
+
+        def read(point: Mapping[str, int]) -> int | float | None:
+            where = self.place(factor, point, shape, write=False)
+            return None if where is None else self.cell(factor.name, where)
+
+        return self.once(factor, read)
+
+    def once(self, access: Access, look: Callable[[Mapping[str, int]], Any]) -> Callable[[tuple[int, ...]], Any]:
+        """Return a function of all indices that looks once at each combination of those that an access has."""
+        names = self.statement.indices()
+        own = [names.index(name) for name in dict.fromkeys(index.name for index in access.indices())]
+        found: dict[Any, Any] = {}
+        # Of one index the value alone.
+        key: Callable[[tuple[int, ...]], Any] = operator.itemgetter(*own) if own else lambda _: None
+
+        def looked(point: tuple[int, ...]) -> Any:
+            known = key(point)
+            if known not in found:
+                found[known] = look(dict(zip(names, point, strict=True)))
+            return found[known]
+
+        return looked
+>>>>>>> w/ci
+
+    def applied(self, function: str, first: int | float, *rest: int | float) -> int | float:
+        if function == "add":
             return sum(rest, first)
-        if factor.function == "mul":
+        if function == "mul":
             return math.prod([first, *rest])
-        value = {**SIGNS, **FUNCTIONS}[factor.function].of(first, *rest)
+        value = {**SIGNS, **FUNCTIONS}[function].of(first, *rest)
         return int(value) if self.integral else value
 
     def place(

@@ -189,7 +189,8 @@ def test_minkunet(monkeypatch):
 
 @pytest.mark.compile
 def test_inductor():
+    """Compiled by AOTInductor, other layers are in test_traced_graphs.py."""
     torch._dynamo.reset()
-    model, x = SparseSequential(SubMConv3d(4, 8, 3), nn.ReLU(), SparseConv3d(8, 4, 2, 2)), cloud()
+    model, x = SparseSequential(SparseConv3d(4, 8, 2, 2), nn.ReLU()), cloud()
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(x).features, model(x).features)
