@@ -75,36 +75,6 @@ class _Interpreter:
         reads = [self.factor(factor) for factor in self.statement.factors]
         combining = self.statement.combining
         for point in itertools.product(*map(range, self.extents.indices)):
-<<<<<<< HEAD
-            self.visit(dict(zip(names, point, strict=True)), cells)
-        output = torch.zeros(shape, dtype=dtype)
-        for place, value in cells.items():
-            output[place] = value
-        return output
-
-    def visit(self, point: Mapping[str, int], cells: dict[tuple[int, ...], int | float]) -> None:
-        place = self.place(self.statement.output, point, self.extents.output, write=True)
-        found: dict[Access, int | float] = {}
-        missed = place is None
-        for access in self.statement.reads:
-            where = self.place(access, point, self.shapes[access.name], write=False)
-            if where is None:
-                # The others are still visited: their entries must be valid.
-                missed = True
-            elif not missed:
-                found[access] = self.cell(access.name, where)
-        if place is None or missed:
-            return
-        term: int | float = 1
-        for factor in self.statement.factors:
-            term = term * self.value(factor, found)
-        combining, earlier = self.statement.combining, cells.get(place)
-        if earlier is None:
-            cells[place] = combining.identity + term if combining.adds else term
-        elif earlier == earlier:
-            # NaN stays.
-            cells[place] = combining.fold(term, earlier)
-=======
             # All are looked at, of a missed term too: their entries must be valid.
             place, values = placed(point), [read(point) for read in reads]
             if place is None or None in values:
@@ -155,7 +125,6 @@ class _Interpreter:
             return found[known]
 
         return looked
->>>>>>> w/ci
 
     def applied(self, function: str, first: int | float, *rest: int | float) -> int | float:
         if function == "add":
