@@ -6,6 +6,7 @@ it, of the tile loops around it; what is added in further tile loops is summed o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from insum_nn.compiler.ir.nodes import (
     conjuncts,
     walk,
 )
+from insum_nn.compiler.lang.combining import Combining, selecting
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["TritonKernel", "print_kernel"]
@@ -47,6 +49,13 @@ def bits_of(word):
     pairs = word - ((word >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
     return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+"""
+
+
+_CHOSEN = """@triton.jit
+def {name}(one, other):
+    return tl.where((one {sign} other) | (one != one), one, other)
 
 """
 
@@ -300,6 +309,7 @@ class _Printer(Values):
         if alloc.initial is None:
             return
         initial = repr(float(alloc.initial)) if dtype_of(alloc.buffer.dtype).is_floating else repr(alloc.initial)
+        initial = initial if math.isfinite(alloc.initial) else f"float('{initial}')"
         shape = self.shape(axes) if axes else "()"
         self.line(f"{self.name_of(alloc.buffer)} = tl.full({shape}, {initial}, {dtype_of(alloc.buffer.dtype).tl})")
 
@@ -333,14 +343,18 @@ class _Printer(Values):
             return
         inner = [axis for axis in self.around if axis not in self.outside[store.buffer]]
         mask = self.mask(conjuncts(store.where))
-        if store.combine == "max":
+        if store.combine == "max" and store.value is Const(1):
             # Of flags: whether the condition holds at any lane.
-            assert mask is not None
-            assert store.value is Const(1)
+            if mask is None:
+                self.line(f"{name} = tl.maximum({name}, 1)")
+                return
             flags = self.reduced(Value(f"{self.bracketed(mask.text)}.to(tl.int32)", mask.axes), inner, "max")
             self.line(f"{name} = tl.maximum({name}, {self.spread(flags, axes)})")
             return
         value = self.value(store.value)
+        if (mode := selecting(store.combine)) is not None:
+            self.select(store, mode, value, mask, inner)
+            return
         if store.combine == "set":
             assert mask is None
             self.line(f"{name} = {self.whole(value, axes)}")
@@ -353,10 +367,24 @@ class _Printer(Values):
         total = self.reduced(Value(text, whole), inner, "sum")
         self.line(f"{name} += {self.spread(total, axes)}")
 
+    def select(self, store: Store, mode: Combining, value: Value, mask: Value | None, inner: Sequence[str]) -> None:
+        """Print an extremum; what is no number stays, as in torch's own, and lanes of no term change nothing."""
+        axes, name = self.totals[store.buffer], self.name_of(store.buffer)
+        whole = tuple(sorted({*value.axes, *inner, *(mask.axes if mask else ())}, key=self.order))
+        text = self.whole(value, whole)
+        if mask is not None:
+            text = f"tl.where({self.spread(mask, whole)}, {text}, float('{mode.identity}'))"
+        chosen, sign = f"{mode.name}_of", ">" if mode.name == "max" else "<"
+        self.helpers[_CHOSEN.format(name=chosen, sign=sign)] = None
+        total = self.reduced(Value(text, whole), inner, f"reduce:{chosen}")
+        self.line(f"{name} = {chosen}({name}, {self.spread(total, axes)})")
+
     def reduced(self, value: Value, inner: Sequence[str], how: str) -> Value:
         for axis in [axis for axis in value.axes if axis in inner]:
             place = value.axes.index(axis)
-            value = Value(f"tl.{how}({value.text}, {place})", tuple(a for a in value.axes if a != axis), value.depth)
+            function, _, helper = how.partition(":")
+            text = f"tl.{function}({', '.join(filter(None, (value.text, str(place), helper)))})"
+            value = Value(text, tuple(a for a in value.axes if a != axis), value.depth)
         return value
 
     def dot(self, dot: Dot, buffer: Buffer) -> str:

@@ -28,6 +28,8 @@ def candidates(form: Form) -> Iterator[Schedule]:
 
 
 def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
+    if not form.bound.statement.combining.adds:
+        return
     if form.additional:
         yield from _varied_of_several(form, base)
     elif base.dot:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from insum_nn.compiler.forms.form import CELLS, ENTRY, LONGEST, ROW_LOOP, Form, Product
 from insum_nn.compiler.forms.placement import MANY_TERMS, element_axes
-from insum_nn.compiler.schedule.space import Schedule, power
+from insum_nn.compiler.schedule.space import UNDIVIDED, Schedule, power
 from insum_nn.dtypes import is_widened
 
 __all__ = ["default_schedule", "is_swapped", "tiles_at_most"]
@@ -15,6 +16,12 @@ __all__ = ["default_schedule", "is_swapped", "tiles_at_most"]
 
 def default_schedule(form: Form) -> Schedule:
     """A good schedule without any measurement."""
+    schedule = _default(form)
+    # What several programs find of one extremum would take another kernel.
+    return schedule if form.bound.statement.combining.adds else replace(schedule, splits=1, chunk=UNDIVIDED)
+
+
+def _default(form: Form) -> Schedule:
     if form.additional:
         return _default_of_several(form)
     if form.product is not None:

@@ -337,8 +337,6 @@ def make_form(
         FormError: the statement is not of the generator's kind.
     """
     statement = bound.statement
-    if not statement.combining.adds:
-        raise FormError(f"the generator sums; {statement.operator} goes another way")
     if not bound.dtype.is_floating_point:
         raise FormError("factors are integers")
     if not any(isinstance(leaf, Access) for factor in statement.factors if not _is_one(factor) for leaf in leaves(factor)):
@@ -388,7 +386,7 @@ def make_form(
         scattered = _atomic(form)
         if scattered.product is not None:
             return scattered
-    if form.combine == "atomic" and deterministic:
+    if form.combine == "atomic" and (deterministic or not statement.combining.adds):
         raise FormError("several terms meet in one cell, in no fixed order")
     return form
 
@@ -446,7 +444,7 @@ def _atomic(form: Form) -> Form:
 
 def _find_product(form: Form) -> Product | None:
     """Divide the factors into two sides that share summed indices and have written ones of their own."""
-    if not form.bound.statement.is_product:
+    if not (form.bound.statement.is_product and form.bound.statement.combining.adds):
         return None
     depends = [
         frozenset(i.name for read in reads for i in indices_of(read)) for reads in zip(*form.factors, strict=True)

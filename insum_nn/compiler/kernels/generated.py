@@ -16,7 +16,6 @@ from insum_nn.compiler.forms.plan import keep_plans
 from insum_nn.compiler.kernels.background import prepared
 from insum_nn.compiler.kernels.description import Description, describe_kernel
 from insum_nn.compiler.kernels.row_partition import (
-    UNDIVIDED,
     RowPartition,
     divisions_of,
     longest_row,
@@ -29,7 +28,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.database import size_bucket
 from insum_nn.compiler.schedule.select import Selected
-from insum_nn.compiler.schedule.space import Precision, Schedule, precision_of
+from insum_nn.compiler.schedule.space import UNDIVIDED, Precision, Schedule, precision_of
 from insum_nn.compiler.schedule.tune import capturing, choose_schedule
 from insum_nn.facts import StaticTable
 

@@ -21,11 +21,10 @@ from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule.space import UNDIVIDED, Schedule
 from insum_nn.tensor_cache import TensorCache
 
 __all__ = [
-    "UNDIVIDED",
     "RowPartition",
     "bitmasks_of",
     "clear_partitions",
@@ -47,8 +46,6 @@ _ARRAYS = {torch.int32: np.int32, torch.int64: np.int64}
 _LIMIT = 512
 # Rows up to which they are divided on the host.
 _FEW_ROWS = 4096
-# A chunk that no row exceeds: nothing is divided.
-UNDIVIDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ from insum_nn.compiler.ir.nodes import (
     multiply,
     walk,
 )
+from insum_nn.compiler.lang.combining import selecting
+from insum_nn.compiler.passes.extrema import selected
 from insum_nn.compiler.passes.lane_sums import MOST, lane_sums
 from insum_nn.compiler.passes.own_rows import ENTRY, RowWalk
 from insum_nn.compiler.passes.sum_terms import Cell, Space, summed
@@ -239,6 +241,14 @@ class Tiler:
             Cell(self.accumulator(number), tuple(map(term_of, group)), self.address_of(group[0]))
             for number, group in enumerate(groups)
         ]
+        mode = selecting(self.stores[0].combine)
+        if mode is not None:
+            sums = selected(cells, self.space(), mode.name)
+            allocs = [Alloc(b, 0 if b.dtype == "int32" else mode.identity) for b in sums.buffers]
+            started = [each for group, cell in zip(groups, cells, strict=True) for each in self.started(group[0], cell)]
+            pairs = zip(groups, sums.totals, strict=True)
+            stores = [each for group, total in pairs for each in self.stored(group[0], total)]
+            return self.with_tiles((*allocs, *started, *self.summing(sums.body), *stores))
         sums = summed(cells, self.space(), self.tiling.product, self.tiling.precision)
         pairs = zip(groups, sums.totals, strict=True)
         stores = [each for group, total in pairs for each in self.stored(group[0], total)]
@@ -412,6 +422,17 @@ class Tiler:
             return buffer
         return Buffer(buffer.name, self.wide, (Const(self.schedule.splits), *buffer.shape))
 
+    def started(self, store: Store, cell: Cell) -> list[Stmt]:
+        """The statements that make the initial value a term of an extremum."""
+        result = self.source.kernel.results[0]
+        if result.initial != "tensor":
+            return []
+        initial = next(b for b in self.source.kernel.inputs if b.name == f"{result.buffer.name}_initial")
+        where = conjunction(self.address_of(store))
+        live = Buffer(f"{cell.total.name}_live", "int32", (), local=True)
+        value = Cast(Load(initial, store.subscripts, where), self.wide)
+        return [Store(cell.total, (), value, store.combine, where), Store(live, (), Const(1), "max", where)]
+
     def stored(self, store: Store, total: Expr) -> list[Stmt]:
         """The statements that write a cell."""
         result = self.source.kernel.results[0]
@@ -422,7 +443,7 @@ class Tiler:
         target = None if self.source.target is None else subscripts[axis]
         if self.tiling.combine == "add":
             return [Store(result.buffer, subscripts, value, "add", where)]
-        if result.initial == "tensor":
+        if result.initial == "tensor" and store.combine == "add":
             initial = next(b for b in self.source.kernel.inputs if b.name == f"{result.buffer.name}_initial")
             whole_rows = None if target is None else Op("at_least", (target, Const(0)))
             value = Op("add", (value, Cast(Load(initial, subscripts, conjunction([where, whole_rows])), self.wide)))

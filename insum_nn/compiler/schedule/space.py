@@ -9,7 +9,10 @@ import torch
 
 from insum_nn.compiler.ir.nodes import Precision
 
-__all__ = ["Precision", "Schedule", "power", "precision_of"]
+__all__ = ["UNDIVIDED", "Precision", "Schedule", "power", "precision_of"]
+
+UNDIVIDED = 1 << 62
+"""A `chunk` that no row reaches."""
 
 
 def precision_of(dtype: torch.dtype, requested: str) -> Precision:
