@@ -256,8 +256,7 @@ class ProductLayout:
     def _group(self, numbers: list[int]) -> Group:
         path = self.spec.paths[numbers[0]]
         a, b, c = (self.entry(r, path).mul for r in "xyz")
-        extents = {"u": a, "v": b, "w": c, "n": a * (a - 1) // 2}
-        return Group(MODES[path.mode], tuple(numbers), extents, (a, b, c), path.weighted)
+        return Group(MODES[path.mode], tuple(numbers), Mode.extents(a, b, c), (a, b, c), path.weighted)
 
 
 @lru_cache(maxsize=256)
