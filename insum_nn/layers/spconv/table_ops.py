@@ -7,6 +7,7 @@ Every function is differentiable; the functions for gradients are for callers wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,11 +113,8 @@ def indice_conv_backward(
     timer: object = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `indice_conv` with respect to features and filters, from that of its result, `out_bp`."""
-    with torch.enable_grad():
-        leaves = (features.detach().requires_grad_(), filters.detach().requires_grad_())
-        out = indice_conv(*leaves, indice_pairs, indice_pair_num, out_bp.shape[0], inverse, subm)
-        din, dfilters = torch.autograd.grad(out, leaves, out_bp)
-    return din, dfilters
+    pairs = (indice_pairs, indice_pair_num, out_bp.shape[0], inverse, subm)
+    return _gradients(lambda x, w: indice_conv(x, w, *pairs), features, filters, out_bp)
 
 
 def implicit_gemm(
@@ -221,12 +219,8 @@ def implicit_gemm_backward(
 
     Of the tables only `pair_fwd` is read.
     """
-    with torch.enable_grad():
-        leaves = (features.detach().requires_grad_(), filters.detach().requires_grad_())
-        rows = out_bp.shape[0]
-        out = implicit_gemm(*leaves, pair_fwd, [], [], rows, masks, False, is_subm, timer, fp32_accum)[0]
-        din, dfilters = torch.autograd.grad(out, leaves, out_bp)
-    return din, dfilters
+    table = (pair_fwd, [], [], out_bp.shape[0], masks, False, is_subm, timer, fp32_accum)
+    return _gradients(lambda x, w: implicit_gemm(x, w, *table)[0], features, filters, out_bp)
 
 
 def indice_maxpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor, num_activate_out: int) -> Tensor:
@@ -313,6 +307,16 @@ def indice_avgpool_implicit_gemm_backward(out_bp: Tensor, indice_pairs: Tensor, 
     That of a mean; spconv 2.3.8 multiplies by the count where it should divide.
     """
     return _run(_SUM_BY_NEIGHBOURS, {"In": _over(out_bp, count_out), "Near": indice_pairs}, indice_pairs.shape[1])
+
+
+def _gradients(
+    conv: Callable[[Tensor, Tensor], Tensor], features: Tensor, filters: Tensor, out_bp: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a convolution by its features and filters, from that of its result."""
+    with torch.enable_grad():
+        leaves = (features.detach().requires_grad_(), filters.detach().requires_grad_())
+        din, dfilters = torch.autograd.grad(conv(*leaves), leaves, out_bp)
+    return din, dfilters
 
 
 def _run(expression: str, tensors: dict[str, Tensor], num_outputs: int, options: Options = DEFAULT) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
+from insum_nn.layers.extents import OfDimension
 from insum_nn.structure.coordinates import unique_sites
 
 __all__ = [
@@ -206,10 +207,8 @@ class _Shared(Tensor):
         return self.as_subclass(Tensor).numpy()
 
 
-class _Point2Voxel:
-    """What the classes of fixed dimensions share: a grid, and the order of the points' coordinates."""
-
-    NDIM: ClassVar[int]
+class _Point2Voxel(PointToVoxel, OfDimension):
+    """What the classes of fixed dimensions share: the check of theirs, and what they take for points."""
 
     def __init__(
         self,
@@ -234,22 +233,16 @@ class _Point2Voxel:
                 expected=self.NDIM,
                 got=len(vsize_xyz),
             )
-        self._arguments = (
-            vsize_xyz,
-            coors_range_xyz,
-            num_point_features,
-            max_num_voxels,
-            max_num_points_per_voxel,
-        )
-        self.grid_size = PointToVoxel(*self._arguments).grid_size
+        super().__init__(vsize_xyz, coors_range_xyz, num_point_features, max_num_voxels, max_num_points_per_voxel)
 
     def _voxels(self, points: object, empty_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return voxels of a tensor, an array, or one of cumm's tensors."""
         if not isinstance(points, Tensor):
             array: Any = points if isinstance(points, np.ndarray) else cast(Any, points).cpu().numpy()
             points = torch.from_numpy(array)
-        found = PointToVoxel(*self._arguments, points.device)(points, True, empty_mean)
-        voxels, indices, counts = (part.as_subclass(_Shared) for part in found)
+        # Points may be on any device.
+        self.device = points.device
+        voxels, indices, counts = (part.as_subclass(_Shared) for part in self(points, True, empty_mean))
         return voxels, indices, counts
 
 
@@ -283,19 +276,15 @@ class _Point2VoxelGPU(_Point2Voxel):
         return self._voxels(points, empty_mean)
 
 
-class Point2VoxelCPU1d(_Point2VoxelCPU):
+class Point2VoxelCPU1d(_Point2VoxelCPU, ndim=1):
     """Points in 1 dimension to voxels."""
 
-    NDIM = 1
 
-
-class Point2VoxelCPU2d(_Point2VoxelCPU):
+class Point2VoxelCPU2d(_Point2VoxelCPU, ndim=2):
     """Points in 2 dimensions to voxels."""
 
-    NDIM = 2
 
-
-class Point2VoxelCPU3d(_Point2VoxelCPU):
+class Point2VoxelCPU3d(_Point2VoxelCPU, ndim=3):
     """Points in 3 dimensions to voxels.
 
     >>> grid = Point2VoxelCPU3d([1.0] * 3, [0.0] * 3 + [4.0] * 3, 3, max_num_voxels=8, max_num_points_per_voxel=2)
@@ -304,37 +293,25 @@ class Point2VoxelCPU3d(_Point2VoxelCPU):
     ([[1, 0, 3]], [1])
     """
 
-    NDIM = 3
 
-
-class Point2VoxelCPU4d(_Point2VoxelCPU):
+class Point2VoxelCPU4d(_Point2VoxelCPU, ndim=4):
     """Points in 4 dimensions to voxels."""
 
-    NDIM = 4
 
-
-class Point2VoxelGPU1d(_Point2VoxelGPU):
+class Point2VoxelGPU1d(_Point2VoxelGPU, ndim=1):
     """Points in 1 dimension to voxels, on their device."""
 
-    NDIM = 1
 
-
-class Point2VoxelGPU2d(_Point2VoxelGPU):
+class Point2VoxelGPU2d(_Point2VoxelGPU, ndim=2):
     """Points in 2 dimensions to voxels, on their device."""
 
-    NDIM = 2
 
-
-class Point2VoxelGPU3d(_Point2VoxelGPU):
+class Point2VoxelGPU3d(_Point2VoxelGPU, ndim=3):
     """Points in 3 dimensions to voxels, on their device."""
 
-    NDIM = 3
 
-
-class Point2VoxelGPU4d(_Point2VoxelGPU):
+class Point2VoxelGPU4d(_Point2VoxelGPU, ndim=4):
     """Points in 4 dimensions to voxels, on their device."""
-
-    NDIM = 4
 
 
 def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor, invalid_value: float = 0) -> Tensor:
