@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
-from insum_nn.structure.cell_numbers import assert_distinct
+from insum_nn.structure.cell_numbers import KEY_LIMIT, CellNumbers, assert_distinct
 from insum_nn.structure.site_grid import SiteGrid, fits, steps_of
 from insum_nn.structure.transfers import constant, read_later
 
 __all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "spans_of", "unique_sites"]
 
-# Keys stay below this, so that adding an offset or comparing with -1 never wraps.
-_KEY_LIMIT = 1 << 62
 # Numbers of cells up to this have keys of 32 bits: adding an offset, at most one cell number more, never wraps.
 _NARROW_LIMIT = 1 << 30
 # Cells after each axis, the least of any key. Most kernels reach no further, so that their maps share one sorted list.
@@ -119,7 +117,7 @@ class Coordinates:
                 found = SiteKeys.build(self.indices, spans)
             else:
                 rows = torch.arange(self.num_sites, device=self.device)
-                found = SiteKeys(spans, (), known.to(_key_dtype(spans)), rows)
+                found = SiteKeys(CellNumbers(spans), known.to(_key_dtype(spans)), rows)
             self._cache["keys"] = found
         return found
 
@@ -129,8 +127,8 @@ class Coordinates:
         `None` where the grid has more cells than a key can number.
         """
         found = self._keys
-        if found.ranks or reach <= _MARGIN:
-            return None if found.ranks else found
+        if found.numbers.ranks or reach <= _MARGIN:
+            return None if found.numbers.ranks else found
         return found.with_spans(self.indices, spans_of(self.extents, reach))
 
     @classmethod
@@ -262,7 +260,7 @@ class Coordinates:
         total = 1
         for extent in self.extents:
             total *= extent
-        if total > _KEY_LIMIT:
+        if total > KEY_LIMIT:
             raise InsumShapeError(
                 f"a dense grid of shape {self.extents} has more cells than can be numbered",
                 fix="keep the tensor sparse, or make spatial_shape smaller.",
@@ -279,45 +277,33 @@ class SiteKeys:
     """Sorted keys of sites.
 
     Attributes:
-        spans: cells of each axis, its margin among them.
-        ranks: for each place where the key would grow too large, the sorted distinct keys so far.
-        keys: (n,) sorted; int32 where `spans` have few cells, else int64.
+        numbers: what numbers the cells, of `spans` cells along each axis, its margin among them.
+        keys: (n,) sorted; int32 where there are few cells, else int64.
         order: (n,) int64: the row of each key.
     """
 
-    spans: tuple[int, ...]
-    ranks: tuple[Tensor, ...]
+    numbers: CellNumbers
     keys: Tensor
     order: Tensor
 
     @classmethod
     def build(cls, indices: Tensor, spans: tuple[int, ...]) -> SiteKeys:
         """Number the sites (n, 1 + d) and sort the numbers."""
-        ranks: list[Tensor] = []
-        if math.prod(spans) <= _KEY_LIMIT:
-            key = _number(indices, spans)
-        else:
-            key, *columns = indices.long().unbind(1)
-            bound = spans[0]
-            for extent, column in zip(spans[1:], columns, strict=True):
-                if bound * extent > _KEY_LIMIT:
-                    known, key = torch.unique(key, return_inverse=True)
-                    ranks.append(known)
-                    bound = known.shape[0]
-                key, bound = key * extent + column, bound * extent
-        keys, order = key.sort(stable=True)
-        return cls(spans, tuple(ranks), keys, order)
+        numbers = CellNumbers(spans)
+        small = math.prod(spans) <= KEY_LIMIT
+        keys, order = (_number(indices, spans) if small else numbers.of(indices.long().unbind(1))).sort(stable=True)
+        return cls(numbers, keys, order)
 
     def with_spans(self, indices: Tensor, spans: tuple[int, ...]) -> SiteKeys | None:
         """Return the same sites, in the same order, in a grid of other margins; `None` where it is too large."""
-        if math.prod(spans) > _KEY_LIMIT:
+        if math.prod(spans) > KEY_LIMIT:
             return None
-        return SiteKeys(spans, (), _number(indices, spans).index_select(0, self.order), self.order)
+        return SiteKeys(CellNumbers(spans), _number(indices, spans).index_select(0, self.order), self.order)
 
     @property
     def steps(self) -> tuple[int, ...]:
         """By how much a key grows with each coordinate."""
-        return steps_of(self.spans)
+        return steps_of(tuple(self.numbers.extents))
 
     def repeats(self) -> Tensor:
         """0-d bool: whether a key stands again."""
@@ -327,15 +313,8 @@ class SiteKeys:
         """See `Coordinates.find`."""
         if self.keys.shape[0] == 0:
             return torch.full_like(columns[0], -1)
-        ranks = iter(self.ranks)
-        key, bound = columns[0], self.spans[0]
-        for extent, column in zip(self.spans[1:], columns[1:], strict=True):
-            if self.ranks and bound * extent > _KEY_LIMIT:
-                known = next(ranks)
-                # What is missing becomes -1 and stays negative, which no key is.
-                key, bound = _place(known, key), known.shape[0]
-            key, bound = key * extent + column, bound * extent
-        at = _place(self.keys, key.to(self.keys.dtype))
+        # What has no number is negative, which no key is.
+        at = _place(self.keys, self.numbers.again(columns).to(self.keys.dtype))
         return torch.where(at >= 0, self.order[at.clamp(min=0)], -1)
 
 
@@ -385,13 +364,7 @@ def unique_sites(columns: Sequence[Tensor], extents: Sequence[int]) -> tuple[tup
     >>> columns[1].tolist(), place.tolist()
     ([2, 5], [1, 0, 1])
     """
-    key, bound = columns[0], extents[0]
-    for extent, column in zip(extents[1:], columns[1:], strict=True):
-        if bound * extent > _KEY_LIMIT:
-            known, key = torch.unique(key, return_inverse=True)
-            bound = known.shape[0]
-        key, bound = key * extent + column, bound * extent
-    known, place = torch.unique(key, return_inverse=True)
+    known, place = torch.unique(CellNumbers(extents).of(columns), return_inverse=True)
     # Any row of a site tells its coordinates, so it does not matter which of them is kept.
     rows = torch.empty_like(known).scatter_(0, place, torch.arange(place.shape[0], device=place.device))
     return tuple(column[rows] for column in columns), place

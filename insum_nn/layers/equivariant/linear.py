@@ -10,8 +10,9 @@ from torch import Tensor
 
 from insum_nn.compiler.api import LONG_SUM
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, WeightedLayer, adopt, forward_of, o3, runs_directly
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, WeightedLayer, adopt, o3, runs_directly
 from insum_nn.layers.equivariant.checks import check_choice
+from insum_nn.layers.statement_layer import renamed
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.ops.tensor_product_spec import LAYOUTS
 from insum_nn.structure.irreps import Entry, Path, entries_of
@@ -49,7 +50,7 @@ class Linear(WeightedLayer, o3.Linear):
     torch.Size([5, 26])
     """
 
-    forward_of_e3nn = forward_of(o3.Linear)
+    forward_of_e3nn = renamed(o3.Linear.forward, "forward_of_e3nn")
 
     def __init__(
         self,

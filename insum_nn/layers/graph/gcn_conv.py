@@ -2,7 +2,6 @@
 
 # Annotations are not postponed here: TorchScript reads those of `forward` as they stand.
 
-import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, cast
@@ -13,7 +12,7 @@ from torch import Tensor
 from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
-from insum_nn.layers.statement_layer import StatementLayer
+from insum_nn.layers.statement_layer import StatementLayer, renamed
 from insum_nn.ops.graph_conv import GRAPH_ENTRIES, adjacency_product, graph_conv
 from insum_nn.ops.graph_matrix import CARRY, Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.statements import static_shape, untraced
@@ -47,15 +46,6 @@ class _Edges(NamedTuple):
     edge_index: Tensor
     edge_weight: Tensor | None
     recipe: Recipe
-
-
-def _renamed(function: Any, name: str) -> Any:
-    """Return the same function under another name: TorchScript knows methods by it, and `forward` is taken."""
-    copy = types.FunctionType(
-        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
-    )
-    copy.__annotations__ = function.__annotations__
-    return copy
 
 
 class GCNConv(peer.GCNConv, StatementLayer):
@@ -131,7 +121,7 @@ class GCNConv(peer.GCNConv, StatementLayer):
     propagate = MessagePassing.propagate
     # The graph from which the matrix was made that calls with `cached` read, and that matrix.
     _cached_adjacency = None
-    _by_messages = _renamed(peer.GCNConv.forward, "_by_messages")
+    _by_messages = renamed(peer.GCNConv.forward, "_by_messages")
     _makes_messages: ClassVar[bool] = False
 
     def __init__(
