@@ -10,8 +10,8 @@ from torch import Tensor
 
 from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError, plural
+from insum_nn.faults import Faults
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import to_autocast, under_autocast
 
 __all__ = [
@@ -183,7 +183,7 @@ class _Check(Faults):
             message = f"must be a dense tensor, got {got}"
             self.add(InsumFormatError, argument, message, fix=fix, symbols=[symbol], got=got)
             return
-        self.shape(operand)
+        self.extents_of(operand)
         dtype, device = self.values.dtype, self.values.device
         if tensor.dtype != dtype:
             fix = f"pass {argument}.to({dtype}), or convert the format with to(dtype={tensor.dtype})."
@@ -198,7 +198,7 @@ class _Check(Faults):
                 InsumDeviceError, argument, message, fix=fix, symbols=[symbol], expected_got=(device, tensor.device)
             )
 
-    def shape(self, operand: Operand) -> None:
+    def extents_of(self, operand: Operand) -> None:
         """Check the rank, then each extent; an operand that has a free letter first binds it."""
         argument, symbol, tensor, axes = operand
         shape, expected = tuple(tensor.shape), self.shown(axes)

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
+from insum_nn.dtypes import INDEX_DTYPES
+from insum_nn.errors import InsumFormatError, InsumRangeError, InsumShapeError
+from insum_nn.faults import Faults
 from insum_nn.structure.cell_numbers import KEY_LIMIT, CellNumbers, assert_distinct
 from insum_nn.structure.site_grid import SiteGrid, fits, steps_of
 from insum_nn.structure.transfers import constant, read_later
 
-__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "spans_of", "unique_sites"]
+__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "check_indices", "spans_of", "unique_sites"]
 
 # Numbers of cells up to this have keys of 32 bits: adding an offset, at most one cell number more, never wraps.
 _NARROW_LIMIT = 1 << 30
@@ -370,26 +372,30 @@ def unique_sites(columns: Sequence[Tensor], extents: Sequence[int]) -> tuple[tup
     return tuple(column[rows] for column in columns), place
 
 
+def check_indices(indices: Tensor, spatial_shape: Sequence[int], rows: int | None = None) -> None:
+    """Raise unless `indices` are integers (n, 1 + d); `rows`: as many as features.
+
+    Raises:
+        InsumDtypeError: no int32 or int64.
+        InsumShapeError: other shapes.
+    """
+    columns = 1 + len(spatial_shape)
+    fits = indices.ndim == 2 and indices.shape[1] == columns and (rows is None or indices.shape[0] == rows)
+    if fits and indices.dtype in INDEX_DTYPES:
+        return
+    faults = Faults()
+    faults.dtype_among("indices", indices.dtype, INDEX_DTYPES, fix="pass indices.int().", field="indices")
+    owner, expected = ("voxel", "n") if rows is None else ("row of features", rows)
+    message = f"must have one row (batch, {columns - 1} coordinates) per {owner}"
+    fix = "put the batch entry into column 0, and give spatial_shape one extent per coordinate"
+    fix += "." if rows is None else "; after replace_feature with features of other voxels set x.indices."
+    known = [f"spatial_shape {list(spatial_shape)}"]
+    faults.shape("indices", indices, (expected, columns), message=message, details=known, fix=fix, field="indices")
+    faults.raise_all()
+
+
 def _check_static(indices: Tensor, spatial_shape: tuple[int, ...], batch_size: int) -> None:
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise InsumDtypeError(
-            f"'indices' must be int32 or int64, got {str(indices.dtype).removeprefix('torch.')}",
-            fix="pass indices.int().",
-            field="indices",
-            got=indices.dtype,
-        )
-    if indices.ndim != 2 or indices.shape[1] != len(spatial_shape) + 1:
-        raise InsumShapeError(
-            f"'indices' must have one row (batch, {len(spatial_shape)} coordinates) per voxel",
-            details=[
-                f"expected shape (n, {len(spatial_shape) + 1}) for spatial_shape {spatial_shape}; "
-                f"got {tuple(indices.shape)}",
-            ],
-            fix="put the batch entry into column 0 and give spatial_shape one extent per coordinate.",
-            field="indices",
-            expected=len(spatial_shape) + 1,
-            got=tuple(indices.shape),
-        )
+    check_indices(indices, spatial_shape)
     if not spatial_shape or min(spatial_shape) < 1 or max(spatial_shape) > MAX_EXTENT:
         raise InsumShapeError(
             f"'spatial_shape' is {spatial_shape}",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import InsumShapeError, raise_collected
-from insum_nn.ops.faults import Faults
+from insum_nn.faults import Faults
 from insum_nn.ops.statements import under_autocast
 from insum_nn.ops.tensor_product_checks import check_kinds
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import raise_collected
+from insum_nn.faults import Faults
 from insum_nn.layers.equivariant.adoption import ProductLayer
 from insum_nn.layers.equivariant.checks import InputError, fits_plainly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.statement_layer import renamed
-from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import to_autocast, under_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.ops.tensor_product_checks import check_ends, check_kinds, check_shapes

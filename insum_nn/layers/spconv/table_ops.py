@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDtypeError, InsumShapeError
+from insum_nn.errors import InsumDtypeError
 from insum_nn.facts import IndexFacts, NamedFacts
+from insum_nn.faults import Faults
 from insum_nn.layers.voxel.conv_base import Activation, apply_activation
 from insum_nn.ops.statements import run
 
@@ -87,15 +88,11 @@ def indice_conv(
         InsumRangeError: a row points outside.
     """
     weight = filters.flatten(1, -2)
-    if indice_pairs.ndim != 3 or tuple(indice_pairs.shape[:2]) != (2, weight.shape[1]):
-        raise InsumShapeError(
-            f"indice_conv: 'indice_pairs' has shape {tuple(indice_pairs.shape)}",
-            details=[f"expected (2, {weight.shape[1]}, pairs) for filters {tuple(filters.shape)}"],
-            fix="pass the table that get_indice_pairs made for this kernel size.",
-            argument="indice_pairs",
-            expected=weight.shape[1],
-            got=tuple(indice_pairs.shape),
-        )
+    faults = Faults("indice_conv")
+    fix = "pass the table that get_indice_pairs made for this kernel size."
+    known = [f"filters: {tuple(filters.shape)}"]
+    faults.shape("indice_pairs", indice_pairs, (2, weight.shape[1], "pairs"), details=known, fix=fix)
+    faults.raise_all()
     pairs = _lists(indice_pairs, inverse=inverse)
     out = _run(_CONV, {"In": features, "W": weight.permute(1, 2, 0).contiguous(), **pairs}, num_activate_out)
     return apply_activation(out if bias is None else out + bias, act_type, act_alpha)
@@ -182,15 +179,11 @@ def implicit_gemm(
             got=features.dtype,
         )
     weight = filters.flatten(1, -2)
-    if tuple(pair_fwd.shape) != (weight.shape[1], num_activate_out):
-        raise InsumShapeError(
-            f"implicit_gemm: 'pair_fwd' has shape {tuple(pair_fwd.shape)}",
-            details=[f"expected {(weight.shape[1], num_activate_out)} for filters {tuple(filters.shape)}"],
-            fix="pass the table that get_indice_pairs_implicit_gemm made for this kernel size.",
-            argument="pair_fwd",
-            expected=(weight.shape[1], num_activate_out),
-            got=tuple(pair_fwd.shape),
-        )
+    faults = Faults("implicit_gemm")
+    fix = "pass the table that get_indice_pairs_implicit_gemm made for this kernel size."
+    known = [f"filters: {tuple(filters.shape)}"]
+    faults.shape("pair_fwd", pair_fwd, (weight.shape[1], num_activate_out), details=known, fix=fix)
+    faults.raise_all()
     options = Options(accumulate="storage") if fp32_accum is False else DEFAULT
     out = _run(_CONV_BY_NEIGHBOURS, {"In": features, "W": weight, "Near": pair_fwd}, num_activate_out, options)
     out = apply_activation(out if bias is None else out + bias, act_type, act_alpha)

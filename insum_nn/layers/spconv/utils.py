@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
+from insum_nn.errors import InsumDeviceError, InsumShapeError
+from insum_nn.faults import Faults
 from insum_nn.layers.extents import OfDimension
 from insum_nn.structure.coordinates import unique_sites
 
@@ -171,30 +172,15 @@ class PointToVoxel:
         return filled.view(voxels, most, self.num_point_features), members
 
     def _check(self, pc: Tensor) -> None:
-        if pc.ndim != 2 or pc.shape[1] != self.num_point_features:
-            raise InsumShapeError(
-                f"PointToVoxel: 'pc' has shape {tuple(pc.shape)}",
-                details=[f"expected (points, {self.num_point_features})"],
-                fix="pass one row per point, of num_point_features numbers.",
-                argument="pc",
-                expected=self.num_point_features,
-                got=tuple(pc.shape),
-            )
-        if not pc.dtype.is_floating_point:
-            raise InsumDtypeError(
-                f"PointToVoxel: 'pc' must be floating, got {str(pc.dtype).removeprefix('torch.')}",
-                fix="pass pc.float().",
-                argument="pc",
-                got=pc.dtype,
-            )
+        faults = Faults("PointToVoxel")
+        fix = "pass one row per point, of num_point_features numbers."
+        faults.shape("pc", pc, ("points", self.num_point_features), fix=fix)
+        faults.floating("pc", pc)
         if pc.device.type != self.device.type:
-            raise InsumDeviceError(
-                f"PointToVoxel: 'pc' is on {pc.device}, the grid was made for {self.device}",
-                fix=f"pass pc.to('{self.device}'), or make the grid with device='{pc.device}'.",
-                argument="pc",
-                expected=self.device,
-                got=pc.device,
-            )
+            message = f"is on {pc.device}, the grid was made for {self.device}"
+            fix = f"pass pc.to('{self.device}'), or make the grid with device='{pc.device}'."
+            faults.add(InsumDeviceError, "pc", message, fix=fix, expected_got=(self.device, pc.device))
+        faults.raise_all()
 
 
 class _Shared(Tensor):
