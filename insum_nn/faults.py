@@ -9,9 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, Span, raise_collected
+from insum_nn.errors import (
+    InsumDeviceError,
+    InsumDtypeError,
+    InsumError,
+    InsumFormatError,
+    InsumShapeError,
+    Span,
+    raise_collected,
+)
 
-__all__ = ["Faults", "shown_shape"]
+__all__ = ["Faults", "check_choice", "shown_shape"]
 
 # An extent that is expected: a number, or a name of any number.
 _Extent = int | str
@@ -39,6 +47,18 @@ def shown_shape(shape: Sequence[_Extent | None]) -> str:
     """
     names = ["n" if extent is None else str(extent) for extent in shape]
     return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def check_choice(name: str, value: str, choices: Sequence[str], kind: type[InsumError] = InsumFormatError) -> None:
+    """Raise an error of a kind unless `value` is one of `choices`."""
+    if value not in choices:
+        raise kind(
+            f"{name} is {value!r}",
+            details=[f"expected one of {', '.join(map(repr, choices))}"],
+            fix=f"choose one of these for {name}.",
+            expected=tuple(choices),
+            got=value,
+        )
 
 
 class Faults:

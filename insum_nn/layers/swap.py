@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -221,7 +221,8 @@ class _Swap:
             self.changed.add(id(module))
             return inside
         target = module if inside is None else inside
-        for key, child in list(_children(module)):
+        # One that stands at two names is visited at both.
+        for key, child in [(key, child) for key, child in module._modules.items() if child is not None]:
             new = self.visit(child, f"{name}.{key}" if name else key, module, part=part or _has_parts(module))
             if id(child) in self.changed or _path_of(type(child)).startswith("insum_nn."):
                 self.changed.add(id(module))
@@ -301,13 +302,7 @@ class _Swap:
         build = BlockSparseLinear.from_linear if isinstance(module, nn.Linear) else PrunedConv2d.from_conv2d
         _check_keys(arguments, list(signature(build).parameters)[1:], name, module)
         try:
-            if isinstance(module, nn.Linear):
-                linear = BlockSparseLinear.from_linear(module, **arguments)
-                total = linear.mask.numel()
-                saved = "" if linear.num_stored < total else ": nothing is saved"
-                return linear, f"BlockSparseLinear, {linear.num_stored} of {total} blocks{saved}"
-            conv = PrunedConv2d.from_conv2d(cast(nn.Conv2d, module), **arguments)
-            return conv, f"PrunedConv2d, {conv.num_stored} of {conv.mask.numel()} weights"
+            layer = build(cast(Any, module), **arguments)
         except (InsumError, TypeError) as error:
             message = error.message if isinstance(error, InsumError) else str(error)
             raise InsumFormatError(
@@ -315,6 +310,10 @@ class _Swap:
                 fix="correct the density, the mask or the arguments under its pattern, or exclude the layer.",
                 layer=name,
             ) from error
+        total, what = layer.mask.numel(), "weights"
+        if isinstance(layer, BlockSparseLinear):
+            what = "blocks" if layer.num_stored < total else "blocks: nothing is saved"
+        return layer, f"{type(layer).__name__}, {layer.num_stored} of {total} {what}"
 
     # Reasons.
 
@@ -382,13 +381,6 @@ class _Swap:
                     fix="write the layer's path in the model; '*' stands for any characters.",
                     pattern=pattern,
                 )
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Children by name, one that stands at two names at both."""
-    for key, child in module._modules.items():
-        if child is not None:
-            yield key, child
 
 
 def _holds_parameters(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ there, which keeps the order and needs no more than the number of sites.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from insum_nn.errors import InsumFormatError, InsumRangeError, InsumShapeError
 from insum_nn.faults import Faults
 from insum_nn.structure.cell_numbers import KEY_LIMIT, CellNumbers, assert_distinct
 from insum_nn.structure.site_grid import SiteGrid, fits, steps_of
-from insum_nn.structure.transfers import constant, read_later
+from insum_nn.structure.transfers import constant
 
 __all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "check_indices", "spans_of", "unique_sites"]
 
@@ -194,29 +194,17 @@ class Coordinates:
             prove = torch.ops.insum_nn.prove_sites if torch.compiler.is_dynamo_compiling() else _prove
             checked = prove(self.indices, list(self.spatial_shape), self.batch_size)
             return Coordinates(checked, self.spatial_shape, self.batch_size, origin=self.indices)
-        check = self.begin_check()
+        facts = self.facts()
         self.drop_grid()
-        check()
+        if facts is not None:
+            self.raise_faults(facts.tolist())
         return self
-
-    def begin_check(self, *, by_cells: bool = False) -> Callable[[], None]:
-        """Ask the device whether the sites are as they should be; what is returned waits for the answer.
-
-        Work that is handed to a device between the two does not wait. The function raises as `prove` does.
-
-        Args:
-            by_cells: make the `grid` also where sorting costs less than it, since it will be wanted.
-        """
-        facts = self.facts(by_cells=by_cells)
-        if facts is None:
-            return lambda: None
-        answer = read_later(facts)
-        return lambda: self.raise_faults(answer())
 
     def facts(self, *, by_cells: bool = False) -> Tensor | None:
         """(2 (1 + d) + 1,) what `raise_faults` reads: least and greatest of each column, and whether a site repeats.
 
-        `None` where there are no sites.
+        `None` where there are no sites. `by_cells`: make the `grid` also where sorting costs less than it, since it
+        will be wanted.
         """
         if not self.num_sites:
             return None

@@ -16,7 +16,6 @@ from insum_nn.ops.tensor_product_checks import check_kinds
 
 __all__ = [
     "InputError",
-    "check_choice",
     "check_inputs",
     "check_variances",
     "check_weights",
@@ -26,18 +25,6 @@ __all__ = [
 
 class InputError(InsumShapeError, AssertionError, RuntimeError):
     """An input does not fit the module; also the two errors that e3nn and OpenEquivariance raise here."""
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise unless `value` is one of `choices`."""
-    if value not in choices:
-        raise InputError(
-            f"{name} is {value!r}",
-            details=[f"expected one of {', '.join(map(repr, choices))}"],
-            fix=f"choose one of these for {name}.",
-            expected=tuple(choices),
-            got=value,
-        )
 
 
 def check_variances(variances: Mapping[str, tuple[Sequence[float] | Tensor | None, Any]]) -> None:

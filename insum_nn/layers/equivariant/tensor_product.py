@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.faults import check_choice
 from insum_nn.layers.equivariant.adoption import WeightedLayer, adopt, o3
 from insum_nn.layers.equivariant.checks import (
     InputError,
-    check_choice,
     check_inputs,
     check_variances,
     check_weights,
@@ -38,9 +38,6 @@ __all__ = [
 ]
 
 Irreps = Any
-
-_IRREP_NORMALIZATIONS = ("component", "norm", "none")
-_PATH_NORMALIZATIONS = ("element", "path", "none")
 
 
 class _WithoutCode(o3.TensorProduct):
@@ -117,8 +114,9 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
     ) -> None:
         in1, in2, out = (o3.Irreps(part) for part in (irreps_in1, irreps_in2, irreps_out))
         # Checked before e3nn's constructor, whose assertions have no text.
-        check_choice("irrep_normalization", normalization or irrep_normalization or "component", _IRREP_NORMALIZATIONS)
-        check_choice("path_normalization", path_normalization or "element", _PATH_NORMALIZATIONS)
+        for_irreps, for_paths = normalization or irrep_normalization or "component", path_normalization or "element"
+        check_choice("irrep_normalization", for_irreps, ("component", "norm", "none"), InputError)
+        check_choice("path_normalization", for_paths, ("element", "path", "none"), InputError)
         check_variances({"in1_var": (in1_var, in1), "in2_var": (in2_var, in2), "out_var": (out_var, out)})
         if internal_weights and shared_weights is False:
             raise InputError(
