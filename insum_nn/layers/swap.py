@@ -176,32 +176,27 @@ def _prunings(given: object) -> dict[str, Pruning]:
     return dict(cast(Mapping[str, Pruning], given))
 
 
+@dataclass
 class _Swap:
     """One walk over a model; replacements are made first and attached together at the end."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        include: tuple[str, ...] | None,
-        exclude: tuple[str, ...],
-        block_sparse: dict[str, Pruning],
-        options: Options,
-    ) -> None:
-        self.include = include
-        self.exclude = exclude
-        self.block_sparse = block_sparse
-        self.options = options
-        self.rows: list[SwapRow] = []
-        self.made: dict[int, nn.Module] = {}
-        self.pending: list[tuple[nn.Module, str, nn.Module]] = []
-        self.fitted: set[str] = set()
-        # Modules that are swapped, and those that hold such or layers of ours.
-        self.changed: set[int] = set()
-        # Modules stay alive for as long as their ids are keys.
-        self.model = model
-        self.owners: dict[int, list[str]] = {}
+    # Modules stay alive for as long as their ids are keys.
+    model: nn.Module
+    include: tuple[str, ...] | None
+    exclude: tuple[str, ...]
+    block_sparse: dict[str, Pruning]
+    options: Options
+    rows: list[SwapRow] = field(default_factory=list[SwapRow])
+    made: dict[int, nn.Module] = field(default_factory=dict[int, nn.Module])
+    pending: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list[tuple[nn.Module, str, nn.Module]])
+    fitted: set[str] = field(default_factory=set[str])
+    # Modules that are swapped, and those that hold such or layers of ours.
+    changed: set[int] = field(default_factory=set[int])
+    owners: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+
+    def __post_init__(self) -> None:
         # A module that stands at two names owns its parameters once.
-        for name, module in model.named_modules():
+        for name, module in self.model.named_modules():
             for key, parameter in module.named_parameters(name, recurse=False):
                 self.owners.setdefault(id(parameter), []).append(key)
 

@@ -21,23 +21,23 @@ class NotConvertible(Exception):
 # Converters. Peers are known by the path of their class, so that none is imported before a model brings it.
 
 
+# Arguments of the constructors of peers' layers that the layers keep under these names; older ones keep fewer.
+_GCN = "in_channels out_channels improved cached add_self_loops normalize flow node_dim decomposed_layers".split()
+_POOL = "ndim kernel_size stride padding dilation indice_key subm record_voxel_count name".split()
+_CONV = "in_channels out_channels groups output_padding transposed inverse fp32_accum act_type act_alpha algo".split()
+
+
+def _kept(module: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the attributes of these names that a layer has."""
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
 def _gcn_conv(module: Any) -> nn.Module:
     ours = importlib.import_module("insum_nn.layers.graph.gcn_conv").GCNConv
     if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
         raise NotConvertible("an explainer or a hook asks for its messages")
-    new = ours(
-        module.in_channels,
-        module.out_channels,
-        module.improved,
-        module.cached,
-        module.add_self_loops,
-        module.normalize,
-        module.bias is not None,
-        aggr=module.aggr if module.aggr is not None else module.aggr_module,
-        flow=module.flow,
-        node_dim=module.node_dim,
-        decomposed_layers=module.decomposed_layers,
-    )
+    aggr = module.aggr if module.aggr is not None else module.aggr_module
+    new = ours(**_kept(module, _GCN), bias=module.bias is not None, aggr=aggr)
     new.lin, new.bias, new.aggr_module = module.lin, module.bias, module.aggr_module
     new._cached_edge_index, new._cached_adj_t = module._cached_edge_index, module._cached_adj_t
     return new
@@ -58,16 +58,6 @@ def _mace_convolution(module: Any) -> nn.Module:
     if module.shared_weights:
         raise NotConvertible("its weights do not belong to edges")
     return ours(module)  # type: ignore[no-any-return]
-
-
-# Arguments of the constructors of spconv's layers that the layers keep under these names; older ones keep fewer.
-_POOL = "ndim kernel_size stride padding dilation indice_key subm record_voxel_count name".split()
-_CONV = "in_channels out_channels groups output_padding transposed inverse fp32_accum act_type act_alpha algo".split()
-
-
-def _kept(module: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the attributes of these names that a layer has."""
-    return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
 def _spconv_convolution(module: Any) -> nn.Module:

@@ -38,6 +38,7 @@ __all__ = ["GCNConv"]
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 # What a subclass or an instance may define to change how messages are made, combined or read.
 _MESSAGE_METHODS = ("propagate", "message", "aggregate", "message_and_aggregate", "update")
+_MESSAGE_HOOKS = tuple(f"_{name}_forward{kind}_hooks" for name in _MESSAGE_METHODS[:4] for kind in ("_pre", ""))
 
 
 class _Edges(NamedTuple):
@@ -212,16 +213,7 @@ class GCNConv(peer.GCNConv, StatementLayer):
             return True
         if sums._forward_hooks or sums._forward_pre_hooks or sums._backward_hooks or sums._backward_pre_hooks:
             return True
-        if (
-            self._propagate_forward_pre_hooks
-            or self._propagate_forward_hooks
-            or self._message_forward_pre_hooks
-            or self._message_forward_hooks
-            or self._aggregate_forward_pre_hooks
-            or self._aggregate_forward_hooks
-            or self._message_and_aggregate_forward_pre_hooks
-            or self._message_and_aggregate_forward_hooks
-        ):
+        if any([getattr(self, hooks) for hooks in _MESSAGE_HOOKS]):
             return True
         if not isinstance(x, Tensor) or not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
             return True

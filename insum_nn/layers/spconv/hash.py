@@ -152,7 +152,8 @@ class HashTable:
         if keys.dtype != self.key_dtype:
             message, fix = f"must be {self.key_dtype}, got {keys.dtype}", f"pass keys.to({self.key_dtype})."
             faults.add(InsumDtypeError, "keys", message, fix=fix, expected_got=(self.key_dtype, keys.dtype))
-        faults.shape("keys", keys, ("n",), fix="pass flat tensors of one length.")
+        known, fix = ["expected one axis, and a value for each key"], "pass flat tensors of one length."
+        faults.shape("keys", keys, ("n",), details=known, fix=fix)
         if values is not None:
-            faults.shape("values", values, keys.shape, fix="pass flat tensors of one length.")
+            faults.shape("values", values, keys.shape, details=known, fix=fix)
         faults.raise_all()

@@ -281,7 +281,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("indices", "shape", "batch", "error", "text"),
         [
-            (good.float(), (4, 5), 2, InsumDtypeError, "must be int32 or int64, got float32"),
+            (good.float(), (4, 5), 2, InsumDtypeError, "must be int32 or int64, got torch.float32"),
             (good, (4, 5, 6), 2, InsumShapeError, r"expected shape \(n, 4\).*got \(3, 3\)"),
             (good[0], (4, 5), 2, InsumShapeError, "'indices' must have one row"),
             (good, (4, 0), 2, InsumShapeError, r"'spatial_shape' is \(4, 0\)"),
