@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError, plural
-from insum_nn.faults import Faults
+from insum_nn.faults import Faults, shown_shape
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
 from insum_nn.ops.statements import to_autocast, under_autocast
 
@@ -228,8 +228,5 @@ class _Check(Faults):
 
     def shown(self, axes: tuple[tuple[str, int | None], ...]) -> str:
         """Return a shape as a message shows it: known extents as numbers, free ones as letters."""
-        parts: list[str] = []
-        for letter, extent in axes:
-            known = self.extents[letter][1] if extent is None and letter in self.extents else extent
-            parts.append(letter if known is None else str(known))
-        return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+        bound = {letter: extent for letter, (_, extent) in self.extents.items()}
+        return shown_shape([bound.get(letter, letter) if extent is None else extent for letter, extent in axes])

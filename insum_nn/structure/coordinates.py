@@ -247,10 +247,7 @@ class Coordinates:
         Raises:
             InsumShapeError: the grid has more cells than int64 can number.
         """
-        total = 1
-        for extent in self.extents:
-            total *= extent
-        if total > KEY_LIMIT:
+        if math.prod(self.extents) > KEY_LIMIT:
             raise InsumShapeError(
                 f"a dense grid of shape {self.extents} has more cells than can be numbered",
                 fix="keep the tensor sparse, or make spatial_shape smaller.",

@@ -13,6 +13,7 @@ from insum_nn.errors import InsumDeviceError, InsumShapeError
 from insum_nn.faults import Faults
 from insum_nn.layers.extents import OfDimension
 from insum_nn.structure.coordinates import unique_sites
+from insum_nn.structure.site_grid import steps_of
 
 __all__ = [
     "Point2VoxelCPU1d",
@@ -100,9 +101,7 @@ class PointToVoxel:
         self.vsize: list[float] = edges.flip(0).tolist()
         self.grid_size: list[int] = [int(cell) for cell in cells.flip(0).tolist()]
         self.coors_range: list[float] = [*least.flip(0).tolist(), *greatest.flip(0).tolist()]
-        self.grid_stride = [1] * self.ndim
-        for axis in range(self.ndim - 2, -1, -1):
-            self.grid_stride[axis] = self.grid_stride[axis + 1] * self.grid_size[axis + 1]
+        self.grid_stride = list(steps_of(tuple(self.grid_size)))
 
     def __call__(
         self, pc: Tensor, clear_voxels: bool = True, empty_mean: bool = False

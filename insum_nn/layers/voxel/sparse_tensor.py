@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -140,10 +141,7 @@ class SparseConvTensor:
     @property
     def spatial_size(self) -> int:
         """Cells of one grid."""
-        cells = 1
-        for extent in self.spatial_shape:
-            cells *= extent
-        return cells
+        return math.prod(self.spatial_shape)
 
     @property
     def sparity(self) -> float:
