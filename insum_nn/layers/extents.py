@@ -1,15 +1,37 @@
-"""Arguments that are integers, Python's or NumPy's: sizes, and one for each axis."""
+"""Arguments of constructors: integers, Python's or NumPy's, of sizes and for each axis; and a class's own dimension."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from insum_nn.errors import InsumShapeError
 from insum_nn.formats.arguments import integers
 
-__all__ = ["IntOrInts", "channels", "expand_nd", "expand_pair", "extent"]
+__all__ = ["IntOrInts", "OfDimension", "arguments_of", "channels", "expand_nd", "expand_pair", "extent"]
 
 IntOrInts = int | Sequence[int]
+
+
+class OfDimension:
+    """Base of classes of one spatial dimension, which a subclass names: `class SubMConv2d(_SubM, ndim=2)`."""
+
+    NDIM: ClassVar[int]
+
+    def __init_subclass__(cls, *, ndim: int | None = None, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if ndim is not None:
+            cls.NDIM = ndim  # pyright: ignore[reportConstantRedefinition] - once for each class
+
+
+def arguments_of(local: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor by name, from its `locals()`; those of `**rest` too.
+
+    Each constructor here names its arguments as the constructor that it calls does, and hands them all on. So the first
+    thing in it must be this call: a variable that is assigned before would be handed on too.
+    """
+    named = {key: value for key, value in local.items() if key not in ("self", "__class__", "rest")}
+    return {**named, **local.get("rest", {})}
 
 
 def expand_nd(owner: str, name: str, ndim: int, value: object, least: int) -> list[int]:

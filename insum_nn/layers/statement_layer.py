@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -12,7 +13,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.statements import program_of
 
-__all__ = ["ExplainedLayer", "StatementLayer"]
+__all__ = ["ExplainedLayer", "StatementLayer", "renamed"]
 
 
 class StatementLayer:
@@ -81,3 +82,10 @@ class ExplainedLayer(StatementLayer):
         if input is None:
             return self._program().explain()
         return statement_calls(lambda: cast(Any, self).forward(input))[-1].explain(measure=measure)
+
+
+def renamed(function: Any, name: str) -> Callable[..., Any]:
+    """Return the same function under another name, by which TorchScript knows methods: a class has one `forward`."""
+    copy = FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy.__annotations__ = function.__annotations__
+    return copy

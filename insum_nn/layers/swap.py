@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -176,32 +176,27 @@ def _prunings(given: object) -> dict[str, Pruning]:
     return dict(cast(Mapping[str, Pruning], given))
 
 
+@dataclass
 class _Swap:
     """One walk over a model; replacements are made first and attached together at the end."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        include: tuple[str, ...] | None,
-        exclude: tuple[str, ...],
-        block_sparse: dict[str, Pruning],
-        options: Options,
-    ) -> None:
-        self.include = include
-        self.exclude = exclude
-        self.block_sparse = block_sparse
-        self.options = options
-        self.rows: list[SwapRow] = []
-        self.made: dict[int, nn.Module] = {}
-        self.pending: list[tuple[nn.Module, str, nn.Module]] = []
-        self.fitted: set[str] = set()
-        # Modules that are swapped, and those that hold such or layers of ours.
-        self.changed: set[int] = set()
-        # Modules stay alive for as long as their ids are keys.
-        self.model = model
-        self.owners: dict[int, list[str]] = {}
+    # Modules stay alive for as long as their ids are keys.
+    model: nn.Module
+    include: tuple[str, ...] | None
+    exclude: tuple[str, ...]
+    block_sparse: dict[str, Pruning]
+    options: Options
+    rows: list[SwapRow] = field(default_factory=list[SwapRow])
+    made: dict[int, nn.Module] = field(default_factory=dict[int, nn.Module])
+    pending: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list[tuple[nn.Module, str, nn.Module]])
+    fitted: set[str] = field(default_factory=set[str])
+    # Modules that are swapped, and those that hold such or layers of ours.
+    changed: set[int] = field(default_factory=set[int])
+    owners: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
+
+    def __post_init__(self) -> None:
         # A module that stands at two names owns its parameters once.
-        for name, module in model.named_modules():
+        for name, module in self.model.named_modules():
             for key, parameter in module.named_parameters(name, recurse=False):
                 self.owners.setdefault(id(parameter), []).append(key)
 
@@ -221,7 +216,8 @@ class _Swap:
             self.changed.add(id(module))
             return inside
         target = module if inside is None else inside
-        for key, child in list(_children(module)):
+        # One that stands at two names is visited at both.
+        for key, child in [(key, child) for key, child in module._modules.items() if child is not None]:
             new = self.visit(child, f"{name}.{key}" if name else key, module, part=part or _has_parts(module))
             if id(child) in self.changed or _path_of(type(child)).startswith("insum_nn."):
                 self.changed.add(id(module))
@@ -301,13 +297,7 @@ class _Swap:
         build = BlockSparseLinear.from_linear if isinstance(module, nn.Linear) else PrunedConv2d.from_conv2d
         _check_keys(arguments, list(signature(build).parameters)[1:], name, module)
         try:
-            if isinstance(module, nn.Linear):
-                linear = BlockSparseLinear.from_linear(module, **arguments)
-                total = linear.mask.numel()
-                saved = "" if linear.num_stored < total else ": nothing is saved"
-                return linear, f"BlockSparseLinear, {linear.num_stored} of {total} blocks{saved}"
-            conv = PrunedConv2d.from_conv2d(cast(nn.Conv2d, module), **arguments)
-            return conv, f"PrunedConv2d, {conv.num_stored} of {conv.mask.numel()} weights"
+            layer = build(cast(Any, module), **arguments)
         except (InsumError, TypeError) as error:
             message = error.message if isinstance(error, InsumError) else str(error)
             raise InsumFormatError(
@@ -315,6 +305,10 @@ class _Swap:
                 fix="correct the density, the mask or the arguments under its pattern, or exclude the layer.",
                 layer=name,
             ) from error
+        total, what = layer.mask.numel(), "weights"
+        if isinstance(layer, BlockSparseLinear):
+            what = "blocks" if layer.num_stored < total else "blocks: nothing is saved"
+        return layer, f"{type(layer).__name__}, {layer.num_stored} of {total} {what}"
 
     # Reasons.
 
@@ -382,13 +376,6 @@ class _Swap:
                     fix="write the layer's path in the model; '*' stands for any characters.",
                     pattern=pattern,
                 )
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Children by name, one that stands at two names at both."""
-    for key, child in module._modules.items():
-        if child is not None:
-            yield key, child
 
 
 def _holds_parameters(module: nn.Module) -> bool:

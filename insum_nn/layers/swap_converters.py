@@ -23,23 +23,23 @@ class NotConvertible(Exception):
 # Converters. Peers are known by the path of their class, so that none is imported before a model brings it.
 
 
+# Arguments of the constructors of peers' layers that the layers keep under these names; older ones keep fewer.
+_GCN = "in_channels out_channels improved cached add_self_loops normalize flow node_dim decomposed_layers".split()
+_POOL = "ndim kernel_size stride padding dilation indice_key subm record_voxel_count name".split()
+_CONV = "in_channels out_channels groups output_padding transposed inverse fp32_accum act_type act_alpha algo".split()
+
+
+def _kept(module: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the attributes of these names that a layer has."""
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
 def _gcn_conv(module: Any) -> nn.Module:
     ours = importlib.import_module("insum_nn.layers.graph.gcn_conv").GCNConv
     if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
         raise NotConvertible("an explainer or a hook asks for its messages")
-    new = ours(
-        module.in_channels,
-        module.out_channels,
-        module.improved,
-        module.cached,
-        module.add_self_loops,
-        module.normalize,
-        module.bias is not None,
-        aggr=module.aggr if module.aggr is not None else module.aggr_module,
-        flow=module.flow,
-        node_dim=module.node_dim,
-        decomposed_layers=module.decomposed_layers,
-    )
+    aggr = module.aggr if module.aggr is not None else module.aggr_module
+    new = ours(**_kept(module, _GCN), bias=module.bias is not None, aggr=aggr)
     new.lin, new.bias, new.aggr_module = module.lin, module.bias, module.aggr_module
     new._cached_edge_index, new._cached_adj_t = module._cached_edge_index, module._cached_adj_t
     return new
@@ -79,80 +79,43 @@ def _mace_convolution(module: Any) -> nn.Module:
 
 
 def _spconv_convolution(module: Any) -> nn.Module:
-    kinds = importlib.import_module("insum_nn.layers.voxel.conv")
     kernel = tuple(int(extent) for extent in module.kernel_size)
     expected = (module.out_channels, *kernel, module.in_channels // module.groups)
     if tuple(module.weight.shape) != expected:
         raise NotConvertible(f"its weight is {tuple(module.weight.shape)}, not (out, kernel.., in) = {expected}")
-    new: Any = _uninitialised(kinds, module)
-    kinds.SparseConvolution.__init__(
-        new,
-        module.ndim,
-        module.in_channels,
-        module.out_channels,
-        list(kernel),
-        list(module.stride),
-        list(module.padding),
-        list(module.dilation),
-        module.groups,
-        module.bias is not None,
-        module.subm,
-        list(module.output_padding),
-        module.transposed,
-        module.inverse,
-        module.indice_key,
-        fp32_accum=getattr(module, "fp32_accum", None),
-        record_voxel_count=getattr(module, "record_voxel_count", False),
-        act_type=getattr(module, "act_type", None),
-        act_alpha=getattr(module, "act_alpha", 0.0),
-        algo=module.algo,
-        name=module.name,
-        device="meta",
+    new = _uninitialised(module)
+    # The constructor that knows all arguments; those of fixed dimensions leave some out.
+    given = _kept(module, [*_POOL, *_CONV])
+    importlib.import_module("insum_nn.layers.voxel.conv").SparseConvolution.__init__(
+        new, bias=module.bias is not None, device="meta", **given
     )
     new.weight, new.bias = module.weight, module.bias
     new._buffers.update(module._buffers)
-    return new
+    return new  # type: ignore[no-any-return]
 
 
 def _spconv_pool(module: Any) -> nn.Module:
-    pools = importlib.import_module("insum_nn.layers.voxel.pool")
-    new: Any = _uninitialised(pools, module)
+    new = _uninitialised(module)
     if not hasattr(module, "kernel_size"):
         new.__init__(module.name)
-        return new
-    # The constructor that knows all arguments; those of fixed dimensions leave some out.
+        return new  # type: ignore[no-any-return]
     base: Any = next(kind for kind in type(new).__mro__ if kind.__name__ == "_SparsePool")
-    base.__init__(
-        new,
-        module.ndim,
-        list(module.kernel_size),
-        list(module.stride),
-        list(module.padding),
-        list(module.dilation),
-        module.indice_key,
-        module.subm,
-        record_voxel_count=getattr(module, "record_voxel_count", False),
-        name=module.name,
-    )
+    base.__init__(new, **_kept(module, _POOL))
     new._buffers.update(module._buffers)
-    return new
+    return new  # type: ignore[no-any-return]
 
 
 def _spconv_module(module: Any) -> nn.Module:
     """Containers and small modules, which are nothing but their state and children."""
-    new = _uninitialised(importlib.import_module("insum_nn.layers.voxel.sequential"), module)
+    new = _uninitialised(module)
     blank: dict[str, Any] = {"name": None, "_sparse_unique_name": ""} if not isinstance(module, nn.BatchNorm1d) else {}
     new.__dict__.update({**blank, **{k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}})
-    return new
+    return new  # type: ignore[no-any-return]
 
 
-def _spconv_identity(_: nn.Module) -> nn.Module:
-    return importlib.import_module("insum_nn.layers.spconv.identity").Identity()
-
-
-def _uninitialised(source: Any, module: nn.Module) -> nn.Module:
+def _uninitialised(module: nn.Module) -> Any:
     """Return an instance of our class of the same name, whose constructor has yet to run."""
-    kind = getattr(source, type(module).__name__, None)
+    kind = getattr(importlib.import_module("insum_nn.layers.spconv"), type(module).__name__, None)
     if kind is None:
         raise NotConvertible("there is no such kind here")
     return kind.__new__(kind)
@@ -187,7 +150,7 @@ def _known() -> dict[str, Converter]:
     found |= dict.fromkeys([f"spconv.pytorch.modules.Sparse{name}" for name in small], _spconv_module)
     # These two are defined in the package's own file.
     found |= dict.fromkeys([f"spconv.pytorch.{name}" for name in ("ToDense", "RemoveGrid")], _spconv_module)
-    found["spconv.pytorch.identity.Identity"] = _spconv_identity
+    found["spconv.pytorch.identity.Identity"] = _spconv_module
     tables = ("JoinTable", "AddTable", "AddTableMisaligned", "ConcatTable")
     found |= dict.fromkeys([f"spconv.pytorch.tables.{name}" for name in tables], _spconv_module)
     return found

@@ -26,19 +26,14 @@ __all__ = [
     "tetris_pieces",
 ]
 
-_HOME = {
-    "GCN": "gcn",
-    "MinkUNet": "minkunet",
-    "MinkUNet14": "minkunet",
-    "MinkUNet18": "minkunet",
-    "MinkUNet34": "minkunet",
-    "MinkUNet50": "minkunet",
-    "MinkUNet101": "minkunet",
-    "NequIP": "nequip",
-    "PotentialCalculator": "calculator",
-    "TetrisClassifier": "tetris",
-    "tetris_pieces": "tetris",
+_HOMES = {
+    "calculator": ("PotentialCalculator",),
+    "gcn": ("GCN",),
+    "minkunet": ("MinkUNet", "MinkUNet14", "MinkUNet18", "MinkUNet34", "MinkUNet50", "MinkUNet101"),
+    "nequip": ("NequIP",),
+    "tetris": ("TetrisClassifier", "tetris_pieces"),
 }
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

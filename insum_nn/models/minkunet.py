@@ -10,7 +10,8 @@ from torch import nn
 
 from insum_nn.errors import InsumShapeError
 from insum_nn.layers.voxel.conv import SparseConvolution
-from insum_nn.layers.voxel.sequential import SparseModule, SparseSequential, on_features
+from insum_nn.layers.voxel.on_features import on_features
+from insum_nn.layers.voxel.sequential import SparseModule, SparseSequential
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
 __all__ = [

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError, plural
+from insum_nn.faults import Faults, shown_shape
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import to_autocast, under_autocast
 
 __all__ = [
@@ -183,7 +183,7 @@ class _Check(Faults):
             message = f"must be a dense tensor, got {got}"
             self.add(InsumFormatError, argument, message, fix=fix, symbols=[symbol], got=got)
             return
-        self.shape(operand)
+        self.extents_of(operand)
         dtype, device = self.values.dtype, self.values.device
         if tensor.dtype != dtype:
             fix = f"pass {argument}.to({dtype}), or convert the format with to(dtype={tensor.dtype})."
@@ -198,7 +198,7 @@ class _Check(Faults):
                 InsumDeviceError, argument, message, fix=fix, symbols=[symbol], expected_got=(device, tensor.device)
             )
 
-    def shape(self, operand: Operand) -> None:
+    def extents_of(self, operand: Operand) -> None:
         """Check the rank, then each extent; an operand that has a free letter first binds it."""
         argument, symbol, tensor, axes = operand
         shape, expected = tuple(tensor.shape), self.shown(axes)
@@ -228,8 +228,5 @@ class _Check(Faults):
 
     def shown(self, axes: tuple[tuple[str, int | None], ...]) -> str:
         """Return a shape as a message shows it: known extents as numbers, free ones as letters."""
-        parts: list[str] = []
-        for letter, extent in axes:
-            known = self.extents[letter][1] if extent is None and letter in self.extents else extent
-            parts.append(letter if known is None else str(known))
-        return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+        bound = {letter: extent for letter, (_, extent) in self.extents.items()}
+        return shown_shape([bound.get(letter, letter) if extent is None else extent for letter, extent in axes])

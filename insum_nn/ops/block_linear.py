@@ -14,9 +14,9 @@ from insum_nn.compiler.api import BoundProgram, BoundSums, built_program, many_b
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
+from insum_nn.faults import Faults
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import require_format
-from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import (
     pad_axis,
     run,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError
+from insum_nn.faults import Faults
 from insum_nn.formats import BlockFormat, SparseFormat
 from insum_nn.ops.arguments import Operand, check_mode, named_tensors, require_format, subscripts
-from insum_nn.ops.faults import Faults
 from insum_nn.ops.statements import pad_axis, run
 
 __all__ = [

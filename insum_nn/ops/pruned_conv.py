@@ -9,7 +9,7 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.faults import Faults
+from insum_nn.faults import Faults
 from insum_nn.ops.statements import run, static_shape, under_autocast
 
 __all__ = [
@@ -148,12 +148,8 @@ def check_pruned_conv2d(input: Tensor, weight: Tensor, channels: int, bias: Tens
     if same and len(got) == 4 and got[1] == channels:
         return
     faults = Faults("pruned_conv2d", expression)
-    if len(got) != 4 or got[1] != channels:
-        message, fix = f"must be a batch of images of {channels} channels", f"pass images with {channels} channels."
-        details = [f"expected shape (n, {channels}, rows, columns); got {got}"]
-        faults.add(
-            InsumShapeError, "input", message, details=details, fix=fix, symbols=["I"], expected_got=(channels, got)
-        )
+    message, fix = f"must be a batch of images of {channels} channels", f"pass images with {channels} channels."
+    faults.shape("input", input, ("n", channels, "rows", "columns"), message=message, fix=fix, symbols=["I"])
     if input.dtype != weight.dtype and not (input.dtype.is_floating_point and under_autocast(input.device)):
         message = f"is {input.dtype}, the weight is {weight.dtype}"
         fix = f"pass input.to({weight.dtype}), or run floating inputs under torch.autocast."

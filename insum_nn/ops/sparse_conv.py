@@ -39,9 +39,9 @@ from insum_nn.compiler.api import (
     pairs_are_faster,
 )
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
+from insum_nn.errors import InsumDeviceError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.ops.faults import Faults
+from insum_nn.faults import Faults
 from insum_nn.ops.statements import product_dtype, run, to_autocast
 from insum_nn.structure.kernel_map import FACTS, KernelMap
 from insum_nn.structure.kernel_map.tables import LIST_FACTS, MOST_ENTRIES, TABLE_FACTS
@@ -223,19 +223,9 @@ def _fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor |
 def check_features(owner: str, features: Tensor, rows: int | None = None, device: torch.device | None = None) -> None:
     """Raise unless `features` is a floating (rows, channels) tensor on the voxels' device, where these are given."""
     faults = Faults(owner)
-    shape = tuple(features.shape)
-    if features.ndim != 2 or (rows is not None and shape[0] != rows):
-        faults.add(
-            InsumShapeError,
-            "features",
-            "must have one row per input voxel",
-            details=[f"expected shape ({'voxels' if rows is None else rows}, channels); got {shape}"],
-            fix="pass the features in the order of the tensor's indices.",
-            expected_got=(rows, shape),
-        )
-    if not features.dtype.is_floating_point:
-        message = f"must be floating, got {str(features.dtype).removeprefix('torch.')}"
-        faults.add(InsumDtypeError, "features", message, fix="pass features.float().", got=features.dtype)
+    message, fix = "must have one row per input voxel", "pass the features in the order of the tensor's indices."
+    faults.shape("features", features, ("voxels" if rows is None else rows, "channels"), message=message, fix=fix)
+    faults.floating("features", features)
     if device is not None and features.device != device:
         message, fix = f"is on {features.device}, the voxels are on {device}", f"pass features.to('{device}')."
         faults.add(InsumDeviceError, "features", message, fix=fix, expected_got=(device, features.device))

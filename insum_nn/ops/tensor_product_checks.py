@@ -9,7 +9,7 @@ from torch import Tensor
 
 from insum_nn.dtypes import FLOATS, INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumError, InsumShapeError
-from insum_nn.ops.faults import Faults
+from insum_nn.faults import Faults, shown_shape
 from insum_nn.ops.tensor_product_spec import ProductLayout
 
 __all__ = ["check_ends", "check_kinds", "check_operands", "check_shapes"]
@@ -78,12 +78,8 @@ def check_shapes(
 ) -> None:
     """Add an error of a kind for each tensor of another shape than is expected of so many samples or edges."""
     for name, (tensor, shape) in expected.items():
-        got = tuple(tensor.shape)
-        if len(got) != len(shape) or any(e is not None and e != g for e, g in zip(shape, got, strict=True)):
-            names = ["n" if e is None else str(e) for e in shape]
-            shown = f"({', '.join(names)}{',' if len(names) == 1 else ''})"
-            details, fix = [f"expected {shown}; got {got}"], f"pass {name} of shape {shown}, for {rows} {what}."
-            faults.add(kind, name, f"has shape {got}", details=details, fix=fix, expected_got=(shape, got))
+        fix = f"pass {name} of shape {shown_shape(shape)}, for {rows} {what}."
+        faults.shape(name, tensor, shape, fix=fix, kind=kind)
 
 
 def check_kinds(faults: Faults, factors: Mapping[str, Tensor], *, cast: bool = False) -> None:
@@ -107,6 +103,4 @@ def check_ends(faults: Faults, ends: Mapping[str, Tensor], first: str, anchor: T
     """Add an error for each index tensor that is on another device than the first operand, or holds no integers."""
     for name, index in ends.items():
         faults.device(name, index, first, anchor)
-        if index.dtype not in INDEX_DTYPES:
-            message, fix = f"must be int32 or int64, got {index.dtype}", f"pass {name}.long()."
-            faults.add(InsumDtypeError, name, message, fix=fix, expected_got=(INDEX_DTYPES, index.dtype))
+        faults.dtype_among(name, index.dtype, INDEX_DTYPES, fix=f"pass {name}.long().")

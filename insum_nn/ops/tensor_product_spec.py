@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumFormatError
+from insum_nn.faults import check_choice
 from insum_nn.locks import cached_property
 from insum_nn.structure.irreps import MODES, Entry, Mode, Path, dimension, offsets, weight_offsets
 from insum_nn.structure.plain_tensors import plain_tensors
@@ -80,14 +80,7 @@ class TensorProductSpec:
 
     def __post_init__(self) -> None:
         for layout in (self.layout, self.out_layout or self.layout):
-            if layout not in LAYOUTS:
-                raise InsumFormatError(
-                    f"layout is {layout!r}",
-                    details=[f"expected one of {', '.join(map(repr, LAYOUTS))}"],
-                    fix="choose one of these for layout.",
-                    expected=LAYOUTS,
-                    got=layout,
-                )
+            check_choice("layout", layout, LAYOUTS)
 
     def to_json(self) -> str:
         """As text, which the registered operators carry."""
@@ -256,8 +249,7 @@ class ProductLayout:
     def _group(self, numbers: list[int]) -> Group:
         path = self.spec.paths[numbers[0]]
         a, b, c = (self.entry(r, path).mul for r in "xyz")
-        extents = {"u": a, "v": b, "w": c, "n": a * (a - 1) // 2}
-        return Group(MODES[path.mode], tuple(numbers), extents, (a, b, c), path.weighted)
+        return Group(MODES[path.mode], tuple(numbers), Mode.extents(a, b, c), (a, b, c), path.weighted)
 
 
 @lru_cache(maxsize=256)

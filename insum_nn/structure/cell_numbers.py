@@ -1,7 +1,4 @@
-"""Numbers of grid cells in graphs that torch traces, where neither values nor numbers of voxels are known.
-
-`coordinates` has the same for tensors with values, which are looked at, and what was found kept.
-"""
+"""Numbers of grid cells, also in graphs that torch traces, where neither values nor numbers of voxels are known."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CellNumbers", "assert_distinct", "find_numbers", "starts_of_runs"]
+__all__ = ["KEY_LIMIT", "CellNumbers", "assert_distinct", "find_numbers", "starts_of_runs"]
 
-# Numbers of cells stay below this, so that none of them wraps.
-_KEY_LIMIT = 1 << 62
+# Numbers of cells stay below this, so that none of them wraps, not even with an offset added.
+KEY_LIMIT = 1 << 62
 # More than there can be rows, and greater than any number of a cell.
 _MOST_ROWS = 1 << 31
 _NO_KEY = (1 << 63) - 1
@@ -34,14 +31,14 @@ class CellNumbers:
         """Return the number of each cell; of one that is not inside, -1."""
         return self._number(columns, inside, None)
 
-    def again(self, columns: Sequence[Tensor], inside: Tensor) -> Tensor:
+    def again(self, columns: Sequence[Tensor], inside: Tensor | None = None) -> Tensor:
         """Return the same for other cells; what has no rank has a negative number."""
         return self._number(columns, inside, iter(self.ranks))
 
     def _number(self, columns: Sequence[Tensor], inside: Tensor | None, ranks: Iterator[Tensor] | None) -> Tensor:
         key, bound = columns[0], self.extents[0]
         for extent, column in zip(self.extents[1:], columns[1:], strict=True):
-            if bound * extent > _KEY_LIMIT:
+            if bound * extent > KEY_LIMIT:
                 if ranks is None:
                     self.ranks.append(key.reshape(-1).sort().values)
                 keys = self.ranks[-1] if ranks is None else next(ranks)

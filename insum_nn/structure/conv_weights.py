@@ -24,6 +24,10 @@ submanifold or of stride 1, spconv's and ours, which multiply by the numbers rea
 for one cell."""
 
 
+# The axis of output channels where cells have an axis each.
+_OUTPUTS: dict[WeightLayout, int] = {"spconv": 0, "spconv_pointwise": 0, "spconv_rsck": -1, "spconv_rskc": -2}
+
+
 def kernel_anchor(layout: WeightLayout, kernel_size: Sequence[int]) -> tuple[int, ...]:
     """Return the kernel cell that lies on the voxel in a layer of stride 1, per axis.
 
@@ -66,20 +70,14 @@ def import_weight(weight: Tensor, layout: WeightLayout, kernel_size: Sequence[in
         if _first_axis_fastest(layout, kernel):
             grid = grid.permute(*reversed(range(len(kernel))), -2, -1)
         return grid.movedim(-1, 0).contiguous()
-    place = {
-        "spconv": slice(1, -1),
-        "spconv_pointwise": slice(1, -1),
-        "spconv_rsck": slice(0, -2),
-        "spconv_rskc": slice(0, -2),
-    }[layout]
+    outputs = _OUTPUTS[layout]
+    cells = weight.shape[1:-1] if outputs == 0 else weight.shape[:-2]
     several = layout == "spconv_pointwise" and any(extent != 1 for extent in kernel)
-    if weight.ndim != len(kernel) + 2 or tuple(weight.shape[place]) != kernel or several:
+    if weight.ndim != len(kernel) + 2 or tuple(cells) != kernel or several:
         raise _wrong_shape(weight, layout, kernel)
     if layout == "spconv_pointwise":
         return weight.reshape(weight.shape[-1], *kernel, weight.shape[0]).transpose(0, -1)
-    if layout == "spconv_rsck":
-        return weight.movedim(-1, 0).contiguous()
-    return (weight.movedim(-2, 0) if layout == "spconv_rskc" else weight).contiguous()
+    return weight.movedim(outputs, 0).contiguous()
 
 
 def export_weight(weight: Tensor, layout: WeightLayout) -> Tensor:
@@ -107,9 +105,7 @@ def export_weight(weight: Tensor, layout: WeightLayout) -> Tensor:
         return cells[0] if cells.shape[0] == 1 else cells
     if layout == "spconv_pointwise":
         return weight.transpose(0, -1).reshape(weight.shape)
-    if layout == "spconv_rsck":
-        return weight.movedim(0, -1).contiguous()
-    return (weight.movedim(0, -2) if layout == "spconv_rskc" else weight).contiguous()
+    return weight.movedim(0, _OUTPUTS[layout]).contiguous()
 
 
 def convert_state_dict(

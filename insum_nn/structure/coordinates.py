@@ -11,22 +11,22 @@ there, which keeps the order and needs no more than the number of sites.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
-from insum_nn.structure.cell_numbers import assert_distinct
+from insum_nn.dtypes import INDEX_DTYPES
+from insum_nn.errors import InsumFormatError, InsumRangeError, InsumShapeError
+from insum_nn.faults import Faults
+from insum_nn.structure.cell_numbers import KEY_LIMIT, CellNumbers, assert_distinct
 from insum_nn.structure.site_grid import SiteGrid, fits, steps_of
-from insum_nn.structure.transfers import constant, read_later
+from insum_nn.structure.transfers import constant
 
-__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "spans_of", "unique_sites"]
+__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "check_indices", "spans_of", "unique_sites"]
 
-# Keys stay below this, so that adding an offset or comparing with -1 never wraps.
-_KEY_LIMIT = 1 << 62
 # Numbers of cells up to this have keys of 32 bits: adding an offset, at most one cell number more, never wraps.
 _NARROW_LIMIT = 1 << 30
 # Cells after each axis, the least of any key. Most kernels reach no further, so that their maps share one sorted list.
@@ -119,7 +119,7 @@ class Coordinates:
                 found = SiteKeys.build(self.indices, spans)
             else:
                 rows = torch.arange(self.num_sites, device=self.device)
-                found = SiteKeys(spans, (), known.to(_key_dtype(spans)), rows)
+                found = SiteKeys(CellNumbers(spans), known.to(_key_dtype(spans)), rows)
             self._cache["keys"] = found
         return found
 
@@ -129,8 +129,8 @@ class Coordinates:
         `None` where the grid has more cells than a key can number.
         """
         found = self._keys
-        if found.ranks or reach <= _MARGIN:
-            return None if found.ranks else found
+        if found.numbers.ranks or reach <= _MARGIN:
+            return None if found.numbers.ranks else found
         return found.with_spans(self.indices, spans_of(self.extents, reach))
 
     @classmethod
@@ -194,29 +194,17 @@ class Coordinates:
             prove = torch.ops.insum_nn.prove_sites if torch.compiler.is_dynamo_compiling() else _prove
             checked = prove(self.indices, list(self.spatial_shape), self.batch_size)
             return Coordinates(checked, self.spatial_shape, self.batch_size, origin=self.indices)
-        check = self.begin_check()
+        facts = self.facts()
         self.drop_grid()
-        check()
+        if facts is not None:
+            self.raise_faults(facts.tolist())
         return self
-
-    def begin_check(self, *, by_cells: bool = False) -> Callable[[], None]:
-        """Ask the device whether the sites are as they should be; what is returned waits for the answer.
-
-        Work that is handed to a device between the two does not wait. The function raises as `prove` does.
-
-        Args:
-            by_cells: make the `grid` also where sorting costs less than it, since it will be wanted.
-        """
-        facts = self.facts(by_cells=by_cells)
-        if facts is None:
-            return lambda: None
-        answer = read_later(facts)
-        return lambda: self.raise_faults(answer())
 
     def facts(self, *, by_cells: bool = False) -> Tensor | None:
         """(2 (1 + d) + 1,) what `raise_faults` reads: least and greatest of each column, and whether a site repeats.
 
-        `None` where there are no sites.
+        `None` where there are no sites. `by_cells`: make the `grid` also where sorting costs less than it, since it
+        will be wanted.
         """
         if not self.num_sites:
             return None
@@ -259,10 +247,7 @@ class Coordinates:
         Raises:
             InsumShapeError: the grid has more cells than int64 can number.
         """
-        total = 1
-        for extent in self.extents:
-            total *= extent
-        if total > _KEY_LIMIT:
+        if math.prod(self.extents) > KEY_LIMIT:
             raise InsumShapeError(
                 f"a dense grid of shape {self.extents} has more cells than can be numbered",
                 fix="keep the tensor sparse, or make spatial_shape smaller.",
@@ -279,45 +264,33 @@ class SiteKeys:
     """Sorted keys of sites.
 
     Attributes:
-        spans: cells of each axis, its margin among them.
-        ranks: for each place where the key would grow too large, the sorted distinct keys so far.
-        keys: (n,) sorted; int32 where `spans` have few cells, else int64.
+        numbers: what numbers the cells, of `spans` cells along each axis, its margin among them.
+        keys: (n,) sorted; int32 where there are few cells, else int64.
         order: (n,) int64: the row of each key.
     """
 
-    spans: tuple[int, ...]
-    ranks: tuple[Tensor, ...]
+    numbers: CellNumbers
     keys: Tensor
     order: Tensor
 
     @classmethod
     def build(cls, indices: Tensor, spans: tuple[int, ...]) -> SiteKeys:
         """Number the sites (n, 1 + d) and sort the numbers."""
-        ranks: list[Tensor] = []
-        if math.prod(spans) <= _KEY_LIMIT:
-            key = _number(indices, spans)
-        else:
-            key, *columns = indices.long().unbind(1)
-            bound = spans[0]
-            for extent, column in zip(spans[1:], columns, strict=True):
-                if bound * extent > _KEY_LIMIT:
-                    known, key = torch.unique(key, return_inverse=True)
-                    ranks.append(known)
-                    bound = known.shape[0]
-                key, bound = key * extent + column, bound * extent
-        keys, order = key.sort(stable=True)
-        return cls(spans, tuple(ranks), keys, order)
+        numbers = CellNumbers(spans)
+        small = math.prod(spans) <= KEY_LIMIT
+        keys, order = (_number(indices, spans) if small else numbers.of(indices.long().unbind(1))).sort(stable=True)
+        return cls(numbers, keys, order)
 
     def with_spans(self, indices: Tensor, spans: tuple[int, ...]) -> SiteKeys | None:
         """Return the same sites, in the same order, in a grid of other margins; `None` where it is too large."""
-        if math.prod(spans) > _KEY_LIMIT:
+        if math.prod(spans) > KEY_LIMIT:
             return None
-        return SiteKeys(spans, (), _number(indices, spans).index_select(0, self.order), self.order)
+        return SiteKeys(CellNumbers(spans), _number(indices, spans).index_select(0, self.order), self.order)
 
     @property
     def steps(self) -> tuple[int, ...]:
         """By how much a key grows with each coordinate."""
-        return steps_of(self.spans)
+        return steps_of(tuple(self.numbers.extents))
 
     def repeats(self) -> Tensor:
         """0-d bool: whether a key stands again."""
@@ -327,15 +300,8 @@ class SiteKeys:
         """See `Coordinates.find`."""
         if self.keys.shape[0] == 0:
             return torch.full_like(columns[0], -1)
-        ranks = iter(self.ranks)
-        key, bound = columns[0], self.spans[0]
-        for extent, column in zip(self.spans[1:], columns[1:], strict=True):
-            if self.ranks and bound * extent > _KEY_LIMIT:
-                known = next(ranks)
-                # What is missing becomes -1 and stays negative, which no key is.
-                key, bound = _place(known, key), known.shape[0]
-            key, bound = key * extent + column, bound * extent
-        at = _place(self.keys, key.to(self.keys.dtype))
+        # What has no number is negative, which no key is.
+        at = _place(self.keys, self.numbers.again(columns).to(self.keys.dtype))
         return torch.where(at >= 0, self.order[at.clamp(min=0)], -1)
 
 
@@ -385,38 +351,36 @@ def unique_sites(columns: Sequence[Tensor], extents: Sequence[int]) -> tuple[tup
     >>> columns[1].tolist(), place.tolist()
     ([2, 5], [1, 0, 1])
     """
-    key, bound = columns[0], extents[0]
-    for extent, column in zip(extents[1:], columns[1:], strict=True):
-        if bound * extent > _KEY_LIMIT:
-            known, key = torch.unique(key, return_inverse=True)
-            bound = known.shape[0]
-        key, bound = key * extent + column, bound * extent
-    known, place = torch.unique(key, return_inverse=True)
+    known, place = torch.unique(CellNumbers(extents).of(columns), return_inverse=True)
     # Any row of a site tells its coordinates, so it does not matter which of them is kept.
     rows = torch.empty_like(known).scatter_(0, place, torch.arange(place.shape[0], device=place.device))
     return tuple(column[rows] for column in columns), place
 
 
+def check_indices(indices: Tensor, spatial_shape: Sequence[int], rows: int | None = None) -> None:
+    """Raise unless `indices` are integers (n, 1 + d); `rows`: as many as features.
+
+    Raises:
+        InsumDtypeError: no int32 or int64.
+        InsumShapeError: other shapes.
+    """
+    columns = 1 + len(spatial_shape)
+    fits = indices.ndim == 2 and indices.shape[1] == columns and (rows is None or indices.shape[0] == rows)
+    if fits and indices.dtype in INDEX_DTYPES:
+        return
+    faults = Faults()
+    faults.dtype_among("indices", indices.dtype, INDEX_DTYPES, fix="pass indices.int().", field="indices")
+    owner, expected = ("voxel", "n") if rows is None else ("row of features", rows)
+    message = f"must have one row (batch, {columns - 1} coordinates) per {owner}"
+    fix = "put the batch entry into column 0, and give spatial_shape one extent per coordinate"
+    fix += "." if rows is None else "; after replace_feature with features of other voxels set x.indices."
+    known = [f"spatial_shape {list(spatial_shape)}"]
+    faults.shape("indices", indices, (expected, columns), message=message, details=known, fix=fix, field="indices")
+    faults.raise_all()
+
+
 def _check_static(indices: Tensor, spatial_shape: tuple[int, ...], batch_size: int) -> None:
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise InsumDtypeError(
-            f"'indices' must be int32 or int64, got {str(indices.dtype).removeprefix('torch.')}",
-            fix="pass indices.int().",
-            field="indices",
-            got=indices.dtype,
-        )
-    if indices.ndim != 2 or indices.shape[1] != len(spatial_shape) + 1:
-        raise InsumShapeError(
-            f"'indices' must have one row (batch, {len(spatial_shape)} coordinates) per voxel",
-            details=[
-                f"expected shape (n, {len(spatial_shape) + 1}) for spatial_shape {spatial_shape}; "
-                f"got {tuple(indices.shape)}",
-            ],
-            fix="put the batch entry into column 0 and give spatial_shape one extent per coordinate.",
-            field="indices",
-            expected=len(spatial_shape) + 1,
-            got=tuple(indices.shape),
-        )
+    check_indices(indices, spatial_shape)
     if not spatial_shape or min(spatial_shape) < 1 or max(spatial_shape) > MAX_EXTENT:
         raise InsumShapeError(
             f"'spatial_shape' is {spatial_shape}",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
+from insum_nn.faults import Faults
 from insum_nn.structure.plain_tensors import without_transforms
 
 __all__ = [
@@ -68,13 +69,10 @@ def check_edge_index(edge_index: Tensor, num_nodes: int, *, values: bool = True)
             fix="pass edge_index.long().",
             got=edge_index.dtype,
         )
-    if edge_index.ndim != 2 or edge_index.shape[0] != 2:
-        raise InsumShapeError(
-            "'edge_index' must have two rows, sources and targets",
-            details=[f"expected shape (2, e); got {tuple(edge_index.shape)}"],
-            fix="pass edge_index.t() when edges are its rows.",
-            got=tuple(edge_index.shape),
-        )
+    faults = Faults()
+    message, fix = "must have two rows, sources and targets", "pass edge_index.t() when edges are its rows."
+    faults.shape("edge_index", edge_index, (2, "e"), message=message, fix=fix)
+    faults.raise_all()
     if not values or edge_index.numel() == 0:
         return
     every = without_transforms(edge_index)
@@ -110,14 +108,10 @@ def check_edge_weight(edge_weight: Tensor, num_edges: int, *, normalized: bool =
         )
     if edge_weight.ndim == 2 and edge_weight.shape[1] == 1:
         edge_weight = edge_weight.squeeze(1)
-    if edge_weight.ndim != 1 or edge_weight.shape[0] != num_edges:
-        raise InsumShapeError(
-            "'edge_weight' must hold one number per edge",
-            details=[f"expected shape ({num_edges},); got {tuple(edge_weight.shape)}"],
-            fix="pass one weight for each column of edge_index.",
-            expected=(num_edges,),
-            got=tuple(edge_weight.shape),
-        )
+    faults = Faults()
+    message, fix = "must hold one number per edge", "pass one weight for each column of edge_index."
+    faults.shape("edge_weight", edge_weight, (num_edges,), message=message, fix=fix)
+    faults.raise_all()
     return edge_weight
 
 

@@ -7,7 +7,7 @@ other, component fastest. A `Path` connects one entry of each input with one of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ __all__ = [
     "entries_of",
     "make_paths",
     "offsets",
-    "path_coefficients",
     "weight_offsets",
 ]
 
@@ -78,6 +77,11 @@ class Mode:
         """The output has an index of its own, so a path is a matrix product with its weight."""
         return "w" in self.weight
 
+    @staticmethod
+    def extents(u: int, v: int, w: int) -> dict[str, int]:
+        """Return the extent of each index, from the multiplicities of the inputs and the output."""
+        return {"u": u, "v": v, "w": w, "n": u * (v - 1) // 2}
+
 
 MODES: Mapping[str, Mode] = MappingProxyType(
     {
@@ -92,6 +96,10 @@ MODES: Mapping[str, Mode] = MappingProxyType(
     }
 )
 """The connection modes, by the names that e3nn gives them."""
+
+
+# What a message calls the extent of each index.
+_EXTENTS = {"u": "mul_in1", "v": "mul_in2", "w": "mul_out", "n": "mul_in1 * (mul_in1 - 1) / 2"}
 
 
 class Path(NamedTuple):
@@ -252,9 +260,10 @@ class _Check:
             return None
         a, b, c = in1[i_in1], in2[i_in2], out[i_out]
         self.irreps(a, b, c)
-        shape = _shape(mode, a.mul, b.mul, c.mul)
+        extents = Mode.extents(a.mul, b.mul, c.mul)
+        shape = tuple(extents[x] for x in MODES[mode].weight)
         if 0 not in shape and 0 not in (a.mul, b.mul, c.mul):
-            self.multiplicities(mode, bool(weighted), a, b, c)
+            self.multiplicities(MODES[mode], bool(weighted), a, b, c, extents)
         return Path(int(i_in1), int(i_in2), int(i_out), mode, bool(weighted), 1.0, shape)
 
     def irreps(self, a: Entry, b: Entry, c: Entry) -> None:
@@ -271,24 +280,20 @@ class _Check:
                 "connect it to an output of such a degree.",
             )
 
-    def multiplicities(self, mode: str, weighted: bool, a: Entry, b: Entry, c: Entry) -> None:
-        if mode in ("uvw", "u<vw") and not weighted:
-            self.fail("has no weight", [f"mode {mode!r} mixes multiplicities by weights"], "set has_weight to True.")
-        expected: dict[str, tuple[int, str]] = {
-            "uvu": (a.mul, "mul_in1"),
-            "uvv": (b.mul, "mul_in2"),
-            "uuu": (a.mul, "mul_in1"),
-            "uvuv": (a.mul * b.mul, "mul_in1 * mul_in2"),
-            "uvu<v": (a.mul * (a.mul - 1) // 2, "mul_in1 * (mul_in1 - 1) / 2"),
-        }
-        if mode == "uuw" and not weighted:
-            expected["uuw"] = (1, "1, since without weights u is summed")
-        if mode in ("uuw", "uuu", "uvu<v", "u<vw") and a.mul != b.mul:
+    def multiplicities(
+        self, mode: Mode, weighted: bool, a: Entry, b: Entry, c: Entry, extents: Mapping[str, int]
+    ) -> None:
+        name = self.values[3]
+        want, how = math.prod(extents[x] for x in mode.out), " * ".join(_EXTENTS[x] for x in mode.out)
+        if mode.mixes and not weighted and name != "uuw":
+            self.fail("has no weight", [f"mode {name!r} mixes multiplicities by weights"], "set has_weight to True.")
+        elif mode.mixes and not weighted:
+            want, how = 1, "1, since without weights u is summed"
+        if mode.in1 == mode.in2 and a.mul != b.mul:
             self.fail(
                 f"needs equal multiplicities of its inputs, got {a} and {b}", [], "choose entries of one multiplicity."
             )
-        elif mode in expected and c.mul != expected[mode][0]:
-            want, how = expected[mode]
+        elif c.mul != want:
             self.fail(
                 f"needs another multiplicity of its output {c}",
                 [f"expected {want} ({how}); got {c.mul}"],
@@ -296,61 +301,3 @@ class _Check:
                 expected=want,
                 got=c.mul,
             )
-
-
-def _shape(mode: str, u: int, v: int, w: int) -> tuple[int, ...]:
-    pairs = u * (v - 1) // 2
-    return {
-        "uvw": (u, v, w),
-        "uvu": (u, v),
-        "uvv": (u, v),
-        "uuw": (u, w),
-        "uuu": (u,),
-        "uvuv": (u, v),
-        "uvu<v": (pairs,),
-        "u<vw": (pairs, w),
-    }[mode]
-
-
-def path_coefficients(
-    paths: Sequence[Path],
-    path_weights: Sequence[float],
-    entries: tuple[Sequence[Entry], Sequence[Entry], Sequence[Entry]],
-    variances: tuple[Sequence[float], Sequence[float], Sequence[float]],
-    irrep_normalization: str,
-    path_normalization: str,
-) -> Iterator[float]:
-    """Yield each path's factor, with which inputs of variances `in1_var`, `in2_var` give outputs of `out_var`.
-
-    Source: e3nn's documentation of `o3.TensorProduct`, "normalization".
-
-    >>> a, b, c = Entry(4, 1, -1), Entry(2, 1, -1), Entry(4, 0, 1)
-    >>> paths, weights = make_paths([a], [b], [c], [(0, 0, 0, "uvu", True)])
-    >>> list(path_coefficients(paths, weights, ([a], [b], [c]), ([1.0], [1.0], [1.0]), "component", "element"))
-    [0.7071067811865476]
-    """
-    in1, in2, out = entries
-    var1, var2, var_out = variances
-    terms = [var1[p.i_in1] * var2[p.i_in2] * _summed(p, in1[p.i_in1].mul, in2[p.i_in2].mul) for p in paths]
-    for path, own, weight in zip(paths, terms, path_weights, strict=True):
-        a, b, c = in1[path.i_in1], in2[path.i_in2], out[path.i_out]
-        squared = {"component": float(c.size), "norm": float(a.size * b.size), "none": 1.0}[irrep_normalization]
-        same = [i for i, other in enumerate(paths) if other.i_out == path.i_out]
-        spread = {"element": sum(terms[i] for i in same), "path": own * len(same), "none": 1.0}[path_normalization]
-        if spread > 0:
-            squared /= spread
-        yield math.sqrt(squared * var_out[path.i_out] * weight)
-
-
-def _summed(path: Path, u: int, v: int) -> int:
-    """Products of multiplicities that add up in one element of the output."""
-    return {
-        "uvw": u * v,
-        "uvu": v,
-        "uvv": u,
-        "uuw": u,
-        "uuu": 1,
-        "uvuv": 1,
-        "uvu<v": 1,
-        "u<vw": u * (v - 1) // 2,
-    }[path.mode]

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError
+from insum_nn.errors import InsumFormatError, InsumNameError
+from insum_nn.faults import Faults
 from insum_nn.tiles import tiles
 
 __all__ = [
@@ -171,14 +172,10 @@ def filter_mask(weight: Tensor, density: float, pattern: str = FILTER_AXES) -> T
     >>> filter_mask(weight, 0.5, "MC")[:, :, 0, 0].tolist()
     [[False, True], [False, True]]
     """
-    if weight.ndim != 4:
-        raise InsumShapeError(
-            f"filter_mask takes filters of four dimensions, got {weight.ndim}",
-            details=[f"expected (M, C, R, S); got {tuple(weight.shape)}"],
-            fix="pass the weight of a Conv2d.",
-            argument="weight",
-            got=tuple(weight.shape),
-        )
+    faults = Faults("filter_mask")
+    message, fix = f"must have four dimensions, got {weight.ndim}", "pass the weight of a Conv2d."
+    faults.shape("weight", weight, tuple(FILTER_AXES), message=message, fix=fix)
+    faults.raise_all()
     if not pattern or len(set(pattern)) != len(pattern) or set(pattern) - set(FILTER_AXES):
         raise InsumFormatError(
             f"filter_mask got the pattern {pattern!r}",
@@ -219,18 +216,12 @@ def prune_and_regrow(mask: Tensor, keep_scores: Tensor, grow_scores: Tensor, fra
     >>> prune_and_regrow(kept, torch.tensor([2.0, 1.0, 0.0, 0.0]), torch.tensor([9.0, 1.0, 2.0, 3.0]), 0.5).tolist()
     [True, False, False, True]
     """
-    if mask.dtype != torch.bool:
-        raise InsumDtypeError(f"prune_and_regrow needs a bool mask, got {mask.dtype}", fix="pass mask != 0.")
+    faults = Faults("prune_and_regrow")
+    faults.dtype_among("mask", mask.dtype, (torch.bool,), fix="pass mask != 0.")
     for name, scores in (("keep_scores", keep_scores), ("grow_scores", grow_scores)):
-        if scores.shape != mask.shape:
-            raise InsumShapeError(
-                f"prune_and_regrow: '{name}' has not the shape of the mask",
-                details=[f"expected {tuple(mask.shape)}; got {tuple(scores.shape)}"],
-                fix="pass one score per part of the grid.",
-                argument=name,
-                expected=tuple(mask.shape),
-                got=tuple(scores.shape),
-            )
+        message, fix = "has not the shape of the mask", "pass one score per part of the grid."
+        faults.shape(name, scores, mask.shape, message=message, fix=fix)
+    faults.raise_all()
     if not 0 <= fraction <= 1:
         raise InsumFormatError(
             f"fraction must lie in [0, 1], got {fraction!r}",

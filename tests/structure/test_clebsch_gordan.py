@@ -15,7 +15,6 @@ from insum_nn.structure.irreps import (
     entries_of,
     make_paths,
     offsets,
-    path_coefficients,
     weight_offsets,
 )
 from tests.layers.equivariant.tensor_product_cases import MODE_NAMES, one_mode, random_case
@@ -59,27 +58,11 @@ def test_entries_from_e3nn_and_from_tuples():
     assert str(expected[0]) == "2x1o"
 
 
-@pytest.mark.parametrize("irrep", ["component", "norm", "none"])
-@pytest.mark.parametrize("path", ["element", "path", "none"])
 @pytest.mark.parametrize("seed", range(4))
-def test_normalisation_is_e3nns(irrep: str, path: str, seed: int):
+def test_shapes_of_weights_are_e3nns(seed: int):
     case = random_case(seed)
-    irreps = [o3.Irreps(text) for text in case.args[:3]]
-    spread = [[0.5 + n for n in range(len(part))] for part in irreps]
-    spread[0][0] = 0.0
-    peer = o3.TensorProduct(
-        *case.args,
-        in1_var=spread[0],
-        in2_var=spread[1],
-        out_var=spread[2],
-        irrep_normalization=irrep,
-        path_normalization=path,
-        compile_left_right=False,
-    )
-    entries = tuple(entries_of(part) for part in irreps)
-    paths, weights = make_paths(*entries, case.instructions)
-    got = list(path_coefficients(paths, weights, entries, tuple(spread), irrep, path))
-    assert got == pytest.approx([i.path_weight for i in peer.instructions], rel=1e-14)
+    peer = o3.TensorProduct(*case.args, compile_left_right=False)
+    paths, _ = make_paths(*(entries_of(o3.Irreps(text)) for text in case.args[:3]), case.instructions)
     assert [p.shape for p in paths] == [i.path_shape for i in peer.instructions]
 
 

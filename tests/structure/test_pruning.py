@@ -94,7 +94,7 @@ def test_bad_moves():
     mask = torch.ones(3, dtype=torch.bool)
     with pytest.raises(InsumShapeError, match="'grow_scores' has not the shape of the mask"):
         prune_and_regrow(mask, torch.ones(3), torch.ones(4), 0.5)
-    with pytest.raises(InsumDtypeError, match="needs a bool mask"):
+    with pytest.raises(InsumDtypeError, match="'mask' must be bool"):
         prune_and_regrow(torch.ones(3), torch.ones(3), torch.ones(3), 0.5)
     with pytest.raises(InsumFormatError, match=r"fraction must lie in \[0, 1\], got 1.5"):
         prune_and_regrow(mask, torch.ones(3), torch.ones(3), 1.5)

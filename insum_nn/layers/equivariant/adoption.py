@@ -6,7 +6,6 @@ The imports of e3nn, conversion from its modules and calls of its code, and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -34,7 +33,6 @@ __all__ = [
     "call_step",
     "e3nn",
     "e3nn_nn",
-    "forward_of",
     "keep_inner",
     "o3",
     "runs_directly",
@@ -124,12 +122,6 @@ def adopt(kind: type[M], module: Any, peer: Any) -> M:
     torch.nn.Module.__init__(new)
     new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()})
     return new
-
-
-def forward_of(peer: Any) -> Callable[..., Any]:
-    """Return a class's `forward` under the name `forward_of_e3nn`, by which TorchScript compiles it."""
-    own = peer.forward
-    return FunctionType(own.__code__, own.__globals__, "forward_of_e3nn", own.__defaults__, own.__closure__)
 
 
 def runs_directly(features: Tensor, columns: int, *others: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,16 @@ from torch import Tensor
 
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import InsumShapeError, raise_collected
-from insum_nn.ops.faults import Faults
+from insum_nn.faults import Faults
 from insum_nn.ops.statements import under_autocast
 from insum_nn.ops.tensor_product_checks import check_kinds
 
 __all__ = [
     "InputError",
-    "check_choice",
     "check_inputs",
+    "check_variances",
     "check_weights",
     "fits_plainly",
-    "variances",
 ]
 
 
@@ -28,31 +27,16 @@ class InputError(InsumShapeError, AssertionError, RuntimeError):
     """An input does not fit the module; also the two errors that e3nn and OpenEquivariance raise here."""
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise unless `value` is one of `choices`."""
-    if value not in choices:
-        raise InputError(
-            f"{name} is {value!r}",
-            details=[f"expected one of {', '.join(map(repr, choices))}"],
-            fix=f"choose one of these for {name}.",
-            expected=tuple(choices),
-            got=value,
-        )
-
-
-def variances(name: str, given: Sequence[float] | Tensor | None, count: int) -> list[float]:
-    """Return variances of a representation's entries; 1 by default."""
-    if given is None:
-        return [1.0] * count
-    values = [float(v) for v in given]
-    if len(values) != count:
-        raise InputError(
-            f"{name} has {len(values)} variances for {count} entries of the representation",
-            fix="give one for each entry.",
-            expected=count,
-            got=len(values),
-        )
-    return values
+def check_variances(variances: Mapping[str, tuple[Sequence[float] | Tensor | None, Any]]) -> None:
+    """Raise unless there is a variance for each entry of its representation, or none is given."""
+    for name, (given, irreps) in variances.items():
+        if given is not None and len(given) != len(irreps):
+            raise InputError(
+                f"{name} has {len(given)} variances for {len(irreps)} entries of the representation",
+                fix="give one for each entry.",
+                expected=len(irreps),
+                got=len(given),
+            )
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -106,7 +90,7 @@ def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
     shapes = [x.shape[:-1], y.shape[:-1]] + ([] if module.shared_weights else [weight.shape[:-1]])
     # While tracing, reading extents would fix them; torch raises for shapes that do not broadcast.
     free = torch.compiler.is_compiling() or any(isinstance(extent, torch.SymInt) for s in shapes for extent in s)
-    if not faults and not free and not _broadcast(shapes):
+    if not faults and not free and not _do_broadcast(shapes):
         names = "x, y" if module.shared_weights else "x, y and weight"
         faults.append(
             InputError(
@@ -157,9 +141,9 @@ def check_weights(module: Any, weight: Tensor | list[Tensor] | None) -> Tensor |
     return weight
 
 
-def _broadcast(shapes: Sequence[Sequence[int]]) -> bool:
-    for axis in range(1, max(len(s) for s in shapes) + 1):
-        extents = {int(s[-axis]) for s in shapes if len(s) >= axis} - {1}
-        if len(extents) > 1:
-            return False
+def _do_broadcast(shapes: Sequence[torch.Size]) -> bool:
+    try:
+        torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        return False
     return True

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, forward_of, runs_directly, silu
+from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, runs_directly, silu
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
-from insum_nn.layers.statement_layer import StatementLayer
+from insum_nn.layers.statement_layer import StatementLayer, renamed
 
 __all__ = ["Gate"]
 
@@ -47,7 +47,7 @@ class Gate(StatementLayer, e3nn_nn.Gate):
         __call__: Callable[..., Tensor]
     # TorchScript compiles properties unless told otherwise.
     __jit_unused_properties__ = ["irreps_in", "irreps_out", "options"]  # noqa: RUF012 - its form is torch's
-    forward_of_e3nn = forward_of(e3nn_nn.Gate)
+    forward_of_e3nn = renamed(e3nn_nn.Gate.forward, "forward_of_e3nn")
 
     def __init__(
         self,

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from insum_nn.compiler.api import LONG_SUM
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, WeightedLayer, adopt, forward_of, o3, runs_directly
-from insum_nn.layers.equivariant.checks import check_choice
+from insum_nn.faults import check_choice
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, WeightedLayer, adopt, o3, runs_directly
+from insum_nn.layers.equivariant.checks import InputError
+from insum_nn.layers.statement_layer import renamed
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.ops.tensor_product_spec import LAYOUTS
 from insum_nn.structure.irreps import Entry, Path, entries_of
@@ -49,7 +51,7 @@ class Linear(WeightedLayer, o3.Linear):
     torch.Size([5, 26])
     """
 
-    forward_of_e3nn = forward_of(o3.Linear)
+    forward_of_e3nn = renamed(o3.Linear.forward, "forward_of_e3nn")
 
     def __init__(
         self,
@@ -65,8 +67,8 @@ class Linear(WeightedLayer, o3.Linear):
         self._prepare(options, layout_in, layout_out)
 
     def _prepare(self, options: Options, layout_in: str = "mul_ir", layout_out: str = "mul_ir") -> None:
-        check_choice("layout_in", layout_in, LAYOUTS)
-        check_choice("layout_out", layout_out, LAYOUTS)
+        check_choice("layout_in", layout_in, LAYOUTS, InputError)
+        check_choice("layout_out", layout_out, LAYOUTS, InputError)
         self.layout_in, self.layout_out = layout_in, layout_out
         # Of entries that are in another order than e3nn's code reads and writes. TorchScript infers the type of a list
         # from what is in it, so none is empty.

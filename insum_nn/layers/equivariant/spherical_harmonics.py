@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, ProductLayer, adopt, forward_of, o3, runs_directly
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, ProductLayer, adopt, o3, runs_directly
+from insum_nn.layers.statement_layer import renamed
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path
@@ -42,7 +43,7 @@ class SphericalHarmonics(ProductLayer, o3.SphericalHarmonics):
     tensor([9.0000, 9.0000, 9.0000, 9.0000, 9.0000])
     """
 
-    forward_of_e3nn = forward_of(o3.SphericalHarmonics)
+    forward_of_e3nn = renamed(o3.SphericalHarmonics.forward, "forward_of_e3nn")
 
     def __init__(
         self,

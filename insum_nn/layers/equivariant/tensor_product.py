@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +9,14 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import WeightedLayer, adopt, e3nn, o3
+from insum_nn.faults import check_choice
+from insum_nn.layers.equivariant.adoption import WeightedLayer, adopt, o3
 from insum_nn.layers.equivariant.checks import (
     InputError,
-    check_choice,
     check_inputs,
+    check_variances,
     check_weights,
     fits_plainly,
-    variances,
 )
 from insum_nn.layers.equivariant.constants import add_constants, did_compile_right, drop_constants
 from insum_nn.ops.statements import to_autocast
@@ -28,7 +27,7 @@ from insum_nn.ops.tensor_product import (
     tensor_product_right,
 )
 from insum_nn.structure.clebsch_gordan import nonzeros
-from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths, path_coefficients
+from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths
 
 __all__ = [
     "ElementwiseTensorProduct",
@@ -39,7 +38,12 @@ __all__ = [
 ]
 
 Irreps = Any
-Instruction = o3._tensor_product._instruction.Instruction
+
+
+class _WithoutCode(o3.TensorProduct):
+    """What e3nn's constructor makes of its arguments, but for the code: statements take its place."""
+
+    def _codegen_register(self, funcs: object) -> None: ...
 
 
 class TensorProduct(WeightedLayer, o3.TensorProduct):
@@ -108,72 +112,49 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         *,
         options: Options = DEFAULT,
     ) -> None:
-        torch.nn.Module.__init__(self)
-        if normalization is not None:
-            warnings.warn(
-                "`normalization` is deprecated. Use `irrep_normalization` instead.", DeprecationWarning, stacklevel=2
-            )
-            irrep_normalization = normalization
-        irrep_normalization = irrep_normalization or "component"
-        path_normalization = path_normalization or "element"
-        check_choice("irrep_normalization", irrep_normalization, ("component", "norm", "none"))
-        check_choice("path_normalization", path_normalization, ("element", "path", "none"))
-        self.irreps_in1 = o3.Irreps(irreps_in1)
-        self.irreps_in2 = o3.Irreps(irreps_in2)
-        self.irreps_out = o3.Irreps(irreps_out)
-        in1, in2, out = self._entries()
-        paths, path_weights = make_paths(in1, in2, out, instructions)
-        spread = (
-            variances("in1_var", in1_var, len(in1)),
-            variances("in2_var", in2_var, len(in2)),
-            variances("out_var", out_var, len(out)),
-        )
-        factors = path_coefficients(
-            paths, path_weights, (in1, in2, out), spread, irrep_normalization, path_normalization
-        )
-        self.instructions = [
-            Instruction(p.i_in1, p.i_in2, p.i_out, p.mode, p.weighted, factor, p.shape)
-            for p, factor in zip(paths, factors, strict=True)
-        ]
-        defaults = e3nn.get_optimization_defaults()
-        self._specialized_code = defaults["specialized_code"] if _specialized_code is None else _specialized_code
-        self._optimize_einsums = defaults["optimize_einsums"] if _optimize_einsums is None else _optimize_einsums
-        self._did_compile_left_right = compile_left_right
-        self._did_compile_right = compile_right
-        self._own_weights(internal_weights, shared_weights)
-        self.options = options
-
-    def _own_weights(self, internal: bool | None, shared: bool | None) -> None:
-        """Decide who holds the weights, and make them."""
-        if shared is False and internal is None:
-            internal = False
-        if shared is None:
-            shared = True
-        if internal is None:
-            internal = shared and any(i.has_weight for i in self.instructions)
-        if internal and not shared:
+        in1, in2, out = (o3.Irreps(part) for part in (irreps_in1, irreps_in2, irreps_out))
+        # Checked before e3nn's constructor, whose assertions have no text.
+        for_irreps, for_paths = normalization or irrep_normalization or "component", path_normalization or "element"
+        check_choice("irrep_normalization", for_irreps, ("component", "norm", "none"), InputError)
+        check_choice("path_normalization", for_paths, ("element", "path", "none"), InputError)
+        check_variances({"in1_var": (in1_var, in1), "in2_var": (in2_var, in2), "out_var": (out_var, out)})
+        if internal_weights and shared_weights is False:
             raise InputError(
                 "internal_weights=True needs shared_weights=True",
                 details=["a parameter cannot depend on the sample"],
                 fix="pass the weights to forward, or share them.",
             )
-        self.internal_weights = bool(internal)
-        self.shared_weights = bool(shared)
-        self.weight_numel = sum(path.numel for path in self._paths() if path.weighted)
-        if internal and self.weight_numel > 0:
-            self.weight = torch.nn.Parameter(torch.empty(self.weight_numel))
-        else:
-            # TorchScript wants the attribute in any case.
-            self.register_buffer("weight", torch.tensor([]))
-        self.register_buffer("output_mask", torch.empty(self.irreps_out.dim))
-        self.reset_parameters()
+        paths, weights = make_paths(entries_of(in1), entries_of(in2), entries_of(out), instructions)
+        peer = _WithoutCode(
+            in1,
+            in2,
+            out,
+            [(*path[:5], weight) for path, weight in zip(paths, weights, strict=True)],
+            in1_var,
+            in2_var,
+            out_var,
+            irrep_normalization,
+            path_normalization,
+            internal_weights,
+            shared_weights,
+            compile_left_right=False,
+            normalization=normalization,
+            _specialized_code=_specialized_code,
+            _optimize_einsums=_optimize_einsums,
+        )
+        torch.nn.Module.__init__(self)
+        self.__dict__.update(vars(peer))
+        if not isinstance(self.weight, torch.nn.Parameter):
+            # On the default device, which e3nn's own is not.
+            self.weight = torch.tensor([])
+        self._did_compile_left_right, self._did_compile_right = compile_left_right, compile_right
+        self.options = options
 
     def _entries(self) -> tuple[tuple[Entry, ...], tuple[Entry, ...], tuple[Entry, ...]]:
         return entries_of(self.irreps_in1), entries_of(self.irreps_in2), entries_of(self.irreps_out)
 
     def _paths(self) -> tuple[Path, ...]:
-        rows = [(i.i_in1, i.i_in2, i.i_out, i.connection_mode, i.has_weight) for i in self.instructions]
-        paths, _ = make_paths(*self._entries(), rows)
+        paths, _ = make_paths(*self._entries(), [i[:5] for i in self.instructions])
         return tuple(p._replace(coefficient=i.path_weight) for p, i in zip(paths, self.instructions, strict=True))
 
     def _write_statements(self) -> None:

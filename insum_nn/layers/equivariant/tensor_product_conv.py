@@ -12,10 +12,11 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import raise_collected
+from insum_nn.faults import Faults
 from insum_nn.layers.equivariant.adoption import ProductLayer
 from insum_nn.layers.equivariant.checks import InputError, fits_plainly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
-from insum_nn.ops.faults import Faults
+from insum_nn.layers.statement_layer import renamed
 from insum_nn.ops.statements import to_autocast, under_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.ops.tensor_product_checks import check_ends, check_kinds, check_shapes
@@ -182,18 +183,6 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
             InputError: a shape does not fit.
             InsumRangeError: an edge points outside the nodes; an end of -1 does, too.
         """
-        return self._called(X, Y, W, rows, cols, sender_perm, num_nodes)
-
-    def _called(
-        self,
-        X: Tensor,
-        Y: Tensor,
-        W: Tensor | None,
-        rows: Tensor,
-        cols: Tensor,
-        sender_perm: Tensor | None,
-        num_nodes: int | None,
-    ) -> Tensor:
         if not torch.jit.is_scripting():
             return self._convolve(X, Y, W, rows, cols, sender_perm, num_nodes)
         # What TorchScript compiles, which knows neither our errors nor autocast.
@@ -208,6 +197,9 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
         return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
             self._text, "z", X, Y, weight, rows, cols, X.shape[0], nodes
         )
+
+    # For a subclass whose `forward` takes other arguments.
+    _called = renamed(forward, "_called")
 
     @torch.jit.unused
     def _convolve(

@@ -2,7 +2,6 @@
 
 # Annotations are not postponed here: TorchScript reads those of `forward` as they stand.
 
-import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, cast
@@ -13,7 +12,7 @@ from torch import Tensor
 from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumShapeError, MissingExtraError
-from insum_nn.layers.statement_layer import StatementLayer
+from insum_nn.layers.statement_layer import StatementLayer, renamed
 from insum_nn.ops.graph_conv import GRAPH_ENTRIES, adjacency_product, graph_conv
 from insum_nn.ops.graph_matrix import CARRY, Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.statements import static_shape, untraced
@@ -39,6 +38,7 @@ __all__ = ["GCNConv"]
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 # What a subclass or an instance may define to change how messages are made, combined or read.
 _MESSAGE_METHODS = ("propagate", "message", "aggregate", "message_and_aggregate", "update")
+_MESSAGE_HOOKS = tuple(f"_{name}_forward{kind}_hooks" for name in _MESSAGE_METHODS[:4] for kind in ("_pre", ""))
 
 
 class _Edges(NamedTuple):
@@ -47,15 +47,6 @@ class _Edges(NamedTuple):
     edge_index: Tensor
     edge_weight: Tensor | None
     recipe: Recipe
-
-
-def _renamed(function: Any, name: str) -> Any:
-    """Return the same function under another name: TorchScript knows methods by it, and `forward` is taken."""
-    copy = types.FunctionType(
-        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
-    )
-    copy.__annotations__ = function.__annotations__
-    return copy
 
 
 class GCNConv(peer.GCNConv, StatementLayer):
@@ -132,7 +123,7 @@ class GCNConv(peer.GCNConv, StatementLayer):
     # The graph from which the matrix was made that calls with `cached` read, and that matrix.
     _cached_adjacency = None
     _peer: ClassVar[type] = peer.GCNConv
-    _by_messages = _renamed(peer.GCNConv.forward, "_by_messages")
+    _by_messages = renamed(peer.GCNConv.forward, "_by_messages")
     _makes_messages: ClassVar[bool] = False
 
     def __init__(
@@ -223,16 +214,7 @@ class GCNConv(peer.GCNConv, StatementLayer):
             return True
         if sums._forward_hooks or sums._forward_pre_hooks or sums._backward_hooks or sums._backward_pre_hooks:
             return True
-        if (
-            self._propagate_forward_pre_hooks
-            or self._propagate_forward_hooks
-            or self._message_forward_pre_hooks
-            or self._message_forward_hooks
-            or self._aggregate_forward_pre_hooks
-            or self._aggregate_forward_hooks
-            or self._message_and_aggregate_forward_pre_hooks
-            or self._message_and_aggregate_forward_hooks
-        ):
+        if any([getattr(self, hooks) for hooks in _MESSAGE_HOOKS]):
             return True
         if not isinstance(x, Tensor) or not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
             return True

@@ -107,15 +107,12 @@ class BlockSparseLinear(PrunedModule):
 
     def _clear_overhang(self) -> None:
         """Zero what edge blocks hold beyond the shape."""
-        (a, b), (rows, cols) = self.block_shape, self.grid_shape
-        if self.out_features % a:
-            last = (self.position // cols == rows - 1)[:, None, None]
-            beyond = torch.arange(a, device=last.device) >= self.out_features % a
-            self.weight.masked_fill_(last & beyond[:, None], 0)
-        if self.in_features % b:
-            last = (self.position % cols == cols - 1)[:, None, None]
-            beyond = torch.arange(b, device=last.device) >= self.in_features % b
-            self.weight.masked_fill_(last & beyond, 0)
+        for axis, at in enumerate(self._coordinates(self.position)):
+            block, used = self.block_shape[axis], self.dense_extents[axis] % self.block_shape[axis]
+            if used:
+                last = (at == self.grid_shape[axis] - 1)[:, None, None]
+                beyond = torch.arange(block, device=last.device) >= used
+                self.weight.masked_fill_(last & (beyond if axis else beyond[:, None]), 0)
 
     @classmethod
     def from_linear(

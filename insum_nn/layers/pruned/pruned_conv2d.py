@@ -179,17 +179,7 @@ class PrunedConv2d(PrunedModule):
         elif mask is None and density is None and not weight.is_meta:
             mask = weight != 0
         layer = cls(
-            conv.in_channels,
-            conv.out_channels,
-            cast(Pair, conv.kernel_size),
-            cast(Pair, conv.stride),
-            cast("Pair | str", conv.padding),
-            cast(Pair, conv.dilation),
-            conv.groups,
-            conv.bias is not None,
-            conv.padding_mode,
-            weight.device,
-            weight.dtype,
+            **_shared_arguments(conv),
             mask=mask,
             density=density,
             group_size=group_size,
@@ -219,19 +209,7 @@ class PrunedConv2d(PrunedModule):
 
     def to_conv2d(self) -> nn.Conv2d:
         """Return a dense layer with the same outputs; a copy."""
-        conv = nn.Conv2d(
-            self.in_channels,
-            self.out_channels,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            self.bias is not None,
-            cast(Any, self.padding_mode),
-            self.weight.device,
-            self.weight.dtype,
-        )
+        conv = nn.Conv2d(**_shared_arguments(self))
         return self._copied_to(conv)
 
     def _make_index(self, position: Tensor) -> dict[str, Tensor]:
@@ -341,3 +319,11 @@ class PrunedConv2d(PrunedModule):
         parts += ["bias=False"] if self.bias is None else []
         parts += [f"weights={self.num_stored} of {math.prod(self.grid_shape)}"]
         return ", ".join(parts)
+
+
+def _shared_arguments(layer: nn.Conv2d | PrunedConv2d) -> dict[str, Any]:
+    """Return the arguments of a layer's constructor that the dense and the pruned layer have in common."""
+    names = "in_channels out_channels kernel_size stride padding dilation groups padding_mode".split()
+    weight = layer.weight
+    own = {"bias": layer.bias is not None, "device": weight.device, "dtype": weight.dtype}
+    return {**{name: getattr(layer, name) for name in names}, **own}

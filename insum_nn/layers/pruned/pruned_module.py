@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from insum_nn.errors import InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumFormatError
+from insum_nn.faults import Faults
 from insum_nn.layers.pruned.pruned_weight import PrunedWeight
 from insum_nn.structure.pruning import carry_optimizer_state, magnitude_mask, prune_and_regrow, take_rows
 
@@ -130,15 +131,9 @@ class PrunedModule(PrunedWeight):
         )
 
     def _check_scores(self, scores: Tensor) -> Tensor:
-        if tuple(scores.shape) != self.grid_shape:
-            raise InsumShapeError(
-                f"{type(self).__name__}: 'scores' has shape {tuple(scores.shape)}",
-                details=[f"expected {self.grid_shape}"],
-                fix="pass one score per place of the grid.",
-                argument="scores",
-                expected=self.grid_shape,
-                got=tuple(scores.shape),
-            )
+        faults = Faults(type(self).__name__)
+        faults.shape("scores", scores, self.grid_shape, fix="pass one score per place of the grid.")
+        faults.raise_all()
         return scores.to(self.position.device)
 
     @contextmanager

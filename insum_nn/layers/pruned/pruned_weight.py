@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn.compiler.options import Options, require_options
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumDeviceError, InsumFormatError, InsumShapeError
+from insum_nn.faults import Faults
 from insum_nn.formats import GroupCOO, GroupSize
 from insum_nn.layers.pruned.scripted_call import ScriptedCall
 from insum_nn.layers.statement_layer import ExplainedLayer
@@ -133,14 +134,9 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             InsumShapeError: neither of the grid's shape nor of the dense weight's.
         """
         caller = type(self).__name__
-        if mask.dtype != torch.bool:
-            raise InsumDtypeError(
-                f"{caller}: 'mask' must be bool, got {mask.dtype}",
-                fix="pass mask != 0.",
-                argument="mask",
-                expected=torch.bool,
-                got=mask.dtype,
-            )
+        faults = Faults(caller)
+        faults.dtype_among("mask", mask.dtype, (torch.bool,), fix="pass mask != 0.")
+        faults.raise_all()
         if mask.is_meta:
             fault = f"{caller}: 'mask' is on the meta device, where tensors have no values"
             raise InsumDeviceError(fault, fix="make the mask on another device, such as 'cpu'.", argument="mask")

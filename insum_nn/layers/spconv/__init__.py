@@ -40,24 +40,11 @@ from insum_nn.layers.spconv.identity import Identity
 from insum_nn.layers.spconv.states import spconv_state_dict
 from insum_nn.layers.voxel import conv as _convs
 from insum_nn.layers.voxel import pool as _pools
+from insum_nn.layers.voxel import sequential as _modules
 from insum_nn.layers.voxel.conv import *
+from insum_nn.layers.voxel.on_features import SparseBatchNorm, SparseReLU, SparseSyncBatchNorm
 from insum_nn.layers.voxel.pool import *
-from insum_nn.layers.voxel.sequential import (
-    AddTable,
-    AddTableMisaligned,
-    ConcatTable,
-    JoinTable,
-    RemoveDuplicate,
-    RemoveGrid,
-    SparseBatchNorm,
-    SparseIdentity,
-    SparseModule,
-    SparseReLU,
-    SparseSequential,
-    SparseSyncBatchNorm,
-    ToDense,
-    assign_name_for_sparse_modules,
-)
+from insum_nn.layers.voxel.sequential import *
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
 
 # The release of spconv whose names these are: projects ask for it before they choose names.
@@ -66,24 +53,13 @@ SPCONV_VERSION_NUMBERS = [2, 3, 8]
 
 __all__ = [
     "SPCONV_VERSION_NUMBERS",
-    "AddTable",
-    "AddTableMisaligned",
     "AlgoHint",
-    "ConcatTable",
     "ConvAlgo",
     "Identity",
-    "JoinTable",
-    "RemoveDuplicate",
-    "RemoveGrid",
     "SparseBatchNorm",
     "SparseConvTensor",
-    "SparseIdentity",
-    "SparseModule",
     "SparseReLU",
-    "SparseSequential",
     "SparseSyncBatchNorm",
-    "ToDense",
-    "assign_name_for_sparse_modules",
     "constants",
     "conv",
     "core",
@@ -103,3 +79,4 @@ __all__ = [
 ]
 __all__ += _convs.__all__
 __all__ += _pools.__all__
+__all__ += _modules.__all__

@@ -42,57 +42,6 @@ class AlgoHint(Enum):
     BackwardWeight = 4
 
 
-class _Stored:
-    """What both forms of stored pairs have in common, and the kernel map that layers make of them."""
-
-    out_indices: Tensor
-    indices: Tensor
-    spatial_shape: Sequence[int]
-    out_spatial_shape: Sequence[int]
-    is_subm: bool
-    ksize: Sequence[int]
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-
-    def neighbours(self) -> Tensor:
-        """Return (o, m) int32: the input row that each output row meets at each offset, or -1."""
-        raise NotImplementedError
-
-    @cached_property
-    def kernel_map(self) -> KernelMap:
-        """The same pairs as a map of ours, proven once.
-
-        Raises:
-            InsumRangeError: a pair or a voxel points outside.
-            InsumFormatError: a voxel occurs twice, or a pair breaks a map's laws.
-        """
-        kernel, dilation = tuple(self.ksize), tuple(self.dilation)
-        zeros = (0,) * len(kernel)
-        if self.is_subm:
-            centre = tuple(k // 2 * step for k, step in zip(kernel, dilation, strict=True))
-            how = Geometry("subm", kernel, (1,) * len(kernel), centre, dilation, zeros)
-        else:
-            how = Geometry("conv", kernel, tuple(self.stride), tuple(self.padding), dilation, zeros)
-        batch = max((int(rows[:, 0].max()) + 1 for rows in (self.indices, self.out_indices) if len(rows)), default=1)
-        inputs = Coordinates(self.indices, tuple(self.spatial_shape), batch).prove()
-        outputs = Coordinates(self.out_indices, tuple(self.out_spatial_shape), batch).prove()
-        rows = self.neighbours()
-        expected = (how.volume, outputs.num_sites)
-        if tuple(rows.shape) != expected:
-            raise InsumShapeError(
-                f"{type(self).__name__}: the pairs have shape {tuple(rows.shape)}",
-                details=[f"expected (offsets, output voxels) = {expected}"],
-                fix="store the pairs that were made for this kernel and these voxels.",
-                expected=expected,
-                got=tuple(rows.shape),
-            )
-        _check_rows("pairs of input voxels", rows, inputs.num_sites)
-        found = KernelMap.of_table(inputs, outputs, how, order_by_mask(rows.int().contiguous()))
-        found.validate()
-        return found
-
-
 class _LikeIndiceData(type):
     """Kernel maps have the attributes of `IndiceData`."""
 
@@ -101,7 +50,7 @@ class _LikeIndiceData(type):
 
 
 @dataclass(eq=False, repr=False)
-class IndiceData(_Stored, metaclass=_LikeIndiceData):
+class IndiceData(metaclass=_LikeIndiceData):
     """Pairs of a convolution as lists by offset; `spconv.pytorch.core.IndiceData`.
 
     Layers store a `KernelMap` under their `indice_key`, which has these attributes and is an instance of this class for
@@ -128,6 +77,11 @@ class IndiceData(_Stored, metaclass=_LikeIndiceData):
     padding: Sequence[int]
     voxel_num: Any = None
 
+    @cached_property
+    def kernel_map(self) -> KernelMap:
+        """The same pairs as a map of ours, proven once."""
+        return _map_of(self)
+
     def neighbours(self) -> Tensor:
         """Return (o, m) int32: the input row that each output row meets at each offset, or -1."""
         source, target = self.indice_pairs.unbind(0)
@@ -140,7 +94,7 @@ class IndiceData(_Stored, metaclass=_LikeIndiceData):
 
 
 @dataclass(eq=False, repr=False)
-class ImplicitGemmIndiceData(_Stored):
+class ImplicitGemmIndiceData:
     """Pairs of a convolution as tables of neighbours; `spconv.pytorch.core.ImplicitGemmIndiceData`.
 
     Attributes:
@@ -170,9 +124,41 @@ class ImplicitGemmIndiceData(_Stored):
     in_voxel_num: Any = None
     out_voxel_num: Any = None
 
+    @cached_property
+    def kernel_map(self) -> KernelMap:
+        """The same pairs as a map of ours, proven once."""
+        return _map_of(self)
+
     def neighbours(self) -> Tensor:
         """Return (o, m) int32: the input row that each output row meets at each offset, or -1."""
         return self.pair_fwd
+
+
+def _map_of(stored: IndiceData | ImplicitGemmIndiceData) -> KernelMap:
+    """Return stored pairs as a map of ours, proven.
+
+    Raises:
+        InsumRangeError: a pair or a voxel points outside.
+        InsumFormatError: a voxel occurs twice, or a pair breaks a map's laws.
+    """
+    how = Geometry.of(stored.ksize, stored.stride, stored.padding, stored.dilation, subm=stored.is_subm)
+    batch = max((int(rows[:, 0].max()) + 1 for rows in (stored.indices, stored.out_indices) if len(rows)), default=1)
+    inputs = Coordinates(stored.indices, tuple(stored.spatial_shape), batch).prove()
+    outputs = Coordinates(stored.out_indices, tuple(stored.out_spatial_shape), batch).prove()
+    rows = stored.neighbours()
+    expected = (how.volume, outputs.num_sites)
+    if tuple(rows.shape) != expected:
+        raise InsumShapeError(
+            f"{type(stored).__name__}: the pairs have shape {tuple(rows.shape)}",
+            details=[f"expected (offsets, output voxels) = {expected}"],
+            fix="store the pairs that were made for this kernel and these voxels.",
+            expected=expected,
+            got=tuple(rows.shape),
+        )
+    _check_rows("pairs of input voxels", rows, inputs.num_sites)
+    found = KernelMap.of_table(inputs, outputs, how, order_by_mask(rows.int().contiguous()))
+    found.validate()
+    return found
 
 
 def expand_nd(ndim: int, val: Any) -> list[int]:

@@ -12,16 +12,10 @@ from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumNameError, i
 
 __all__ = ["get_arch", "get_current_stream", "torch_tensor_to_tv", "torch_tensors_to_tv"]
 
+# Those of cumm, of which torch has the same names, but for quantised int8.
 _NAMES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.uint8: "uint8",
-    torch.qint8: "int8",
+    getattr(torch, name): name.removeprefix("q")
+    for name in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "qint8", "uint8")
 }
 
 

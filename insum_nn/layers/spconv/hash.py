@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumShapeError
+from insum_nn.faults import Faults
 
 __all__ = ["HashTable"]
 
@@ -37,7 +39,7 @@ class HashTable:
         self.device = torch.device(device)
         self.is_cpu = self.device.type == "cpu"
         self.key_dtype, self.value_dtype, self.max_size = key_dtype, value_dtype, max_size
-        if key_dtype not in (torch.int32, torch.int64):
+        if key_dtype not in INDEX_DTYPES:
             raise InsumDtypeError(
                 f"HashTable: keys must be int32 or int64, got {str(key_dtype).removeprefix('torch.')}",
                 fix="pass key_dtype=torch.int64.",
@@ -146,19 +148,12 @@ class HashTable:
         return place, self._keys[place] == wanted
 
     def _check(self, method: str, keys: Tensor, values: Tensor | None) -> None:
+        faults = Faults(f"HashTable.{method}")
         if keys.dtype != self.key_dtype:
-            raise InsumDtypeError(
-                f"HashTable.{method}: 'keys' must be {self.key_dtype}, got {keys.dtype}",
-                fix=f"pass keys.to({self.key_dtype}).",
-                argument="keys",
-                expected=self.key_dtype,
-                got=keys.dtype,
-            )
-        if keys.ndim != 1 or (values is not None and values.shape != keys.shape):
-            raise InsumShapeError(
-                f"HashTable.{method}: 'keys' has shape {tuple(keys.shape)}"
-                + ("" if values is None else f", 'values' {tuple(values.shape)}"),
-                details=["expected one axis, and a value for each key"],
-                fix="pass flat tensors of one length.",
-                got=tuple(keys.shape),
-            )
+            message, fix = f"must be {self.key_dtype}, got {keys.dtype}", f"pass keys.to({self.key_dtype})."
+            faults.add(InsumDtypeError, "keys", message, fix=fix, expected_got=(self.key_dtype, keys.dtype))
+        known, fix = ["expected one axis, and a value for each key"], "pass flat tensors of one length."
+        faults.shape("keys", keys, ("n",), details=known, fix=fix)
+        if values is not None:
+            faults.shape("values", values, keys.shape, details=known, fix=fix)
+        faults.raise_all()

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from insum_nn.layers.voxel.conv import SparseConvolution
+from insum_nn.layers.voxel.on_features import SparseBatchNorm, SparseReLU, SparseSyncBatchNorm
 from insum_nn.layers.voxel.sequential import (
-    SparseBatchNorm,
     SparseIdentity,
     SparseModule,
-    SparseReLU,
     SparseSequential,
-    SparseSyncBatchNorm,
     assign_name_for_sparse_modules,
 )
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor

@@ -7,14 +7,16 @@ Every function is differentiable; the functions for gradients are for callers wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDtypeError, InsumShapeError
+from insum_nn.errors import InsumDtypeError
 from insum_nn.facts import IndexFacts, NamedFacts
+from insum_nn.faults import Faults
 from insum_nn.layers.voxel.conv_base import Activation, apply_activation
 from insum_nn.ops.statements import run
 
@@ -86,15 +88,11 @@ def indice_conv(
         InsumRangeError: a row points outside.
     """
     weight = filters.flatten(1, -2)
-    if indice_pairs.ndim != 3 or tuple(indice_pairs.shape[:2]) != (2, weight.shape[1]):
-        raise InsumShapeError(
-            f"indice_conv: 'indice_pairs' has shape {tuple(indice_pairs.shape)}",
-            details=[f"expected (2, {weight.shape[1]}, pairs) for filters {tuple(filters.shape)}"],
-            fix="pass the table that get_indice_pairs made for this kernel size.",
-            argument="indice_pairs",
-            expected=weight.shape[1],
-            got=tuple(indice_pairs.shape),
-        )
+    faults = Faults("indice_conv")
+    fix = "pass the table that get_indice_pairs made for this kernel size."
+    known = [f"filters: {tuple(filters.shape)}"]
+    faults.shape("indice_pairs", indice_pairs, (2, weight.shape[1], "pairs"), details=known, fix=fix)
+    faults.raise_all()
     pairs = _lists(indice_pairs, inverse=inverse)
     out = _run(_CONV, {"In": features, "W": weight.permute(1, 2, 0).contiguous(), **pairs}, num_activate_out)
     return apply_activation(out if bias is None else out + bias, act_type, act_alpha)
@@ -112,11 +110,8 @@ def indice_conv_backward(
     timer: object = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `indice_conv` with respect to features and filters, from that of its result, `out_bp`."""
-    with torch.enable_grad():
-        leaves = (features.detach().requires_grad_(), filters.detach().requires_grad_())
-        out = indice_conv(*leaves, indice_pairs, indice_pair_num, out_bp.shape[0], inverse, subm)
-        din, dfilters = torch.autograd.grad(out, leaves, out_bp)
-    return din, dfilters
+    pairs = (indice_pairs, indice_pair_num, out_bp.shape[0], inverse, subm)
+    return _gradients(lambda x, w: indice_conv(x, w, *pairs), features, filters, out_bp)
 
 
 def implicit_gemm(
@@ -184,15 +179,11 @@ def implicit_gemm(
             got=features.dtype,
         )
     weight = filters.flatten(1, -2)
-    if tuple(pair_fwd.shape) != (weight.shape[1], num_activate_out):
-        raise InsumShapeError(
-            f"implicit_gemm: 'pair_fwd' has shape {tuple(pair_fwd.shape)}",
-            details=[f"expected {(weight.shape[1], num_activate_out)} for filters {tuple(filters.shape)}"],
-            fix="pass the table that get_indice_pairs_implicit_gemm made for this kernel size.",
-            argument="pair_fwd",
-            expected=(weight.shape[1], num_activate_out),
-            got=tuple(pair_fwd.shape),
-        )
+    faults = Faults("implicit_gemm")
+    fix = "pass the table that get_indice_pairs_implicit_gemm made for this kernel size."
+    known = [f"filters: {tuple(filters.shape)}"]
+    faults.shape("pair_fwd", pair_fwd, (weight.shape[1], num_activate_out), details=known, fix=fix)
+    faults.raise_all()
     options = Options(accumulate="storage") if fp32_accum is False else DEFAULT
     out = _run(_CONV_BY_NEIGHBOURS, {"In": features, "W": weight, "Near": pair_fwd}, num_activate_out, options)
     out = apply_activation(out if bias is None else out + bias, act_type, act_alpha)
@@ -221,12 +212,8 @@ def implicit_gemm_backward(
 
     Of the tables only `pair_fwd` is read.
     """
-    with torch.enable_grad():
-        leaves = (features.detach().requires_grad_(), filters.detach().requires_grad_())
-        rows = out_bp.shape[0]
-        out = implicit_gemm(*leaves, pair_fwd, [], [], rows, masks, False, is_subm, timer, fp32_accum)[0]
-        din, dfilters = torch.autograd.grad(out, leaves, out_bp)
-    return din, dfilters
+    table = (pair_fwd, [], [], out_bp.shape[0], masks, False, is_subm, timer, fp32_accum)
+    return _gradients(lambda x, w: implicit_gemm(x, w, *table)[0], features, filters, out_bp)
 
 
 def indice_maxpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor, num_activate_out: int) -> Tensor:
@@ -313,6 +300,16 @@ def indice_avgpool_implicit_gemm_backward(out_bp: Tensor, indice_pairs: Tensor, 
     That of a mean; spconv 2.3.8 multiplies by the count where it should divide.
     """
     return _run(_SUM_BY_NEIGHBOURS, {"In": _over(out_bp, count_out), "Near": indice_pairs}, indice_pairs.shape[1])
+
+
+def _gradients(
+    conv: Callable[[Tensor, Tensor], Tensor], features: Tensor, filters: Tensor, out_bp: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a convolution by its features and filters, from that of its result."""
+    with torch.enable_grad():
+        leaves = (features.detach().requires_grad_(), filters.detach().requires_grad_())
+        din, dfilters = torch.autograd.grad(conv(*leaves), leaves, out_bp)
+    return din, dfilters
 
 
 def _run(expression: str, tensors: dict[str, Tensor], num_outputs: int, options: Options = DEFAULT) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
+from insum_nn.errors import InsumDeviceError, InsumShapeError
+from insum_nn.faults import Faults
+from insum_nn.layers.extents import OfDimension
 from insum_nn.structure.coordinates import unique_sites
+from insum_nn.structure.site_grid import steps_of
 
 __all__ = [
     "Point2VoxelCPU1d",
@@ -98,9 +101,7 @@ class PointToVoxel:
         self.vsize: list[float] = edges.flip(0).tolist()
         self.grid_size: list[int] = [int(cell) for cell in cells.flip(0).tolist()]
         self.coors_range: list[float] = [*least.flip(0).tolist(), *greatest.flip(0).tolist()]
-        self.grid_stride = [1] * self.ndim
-        for axis in range(self.ndim - 2, -1, -1):
-            self.grid_stride[axis] = self.grid_stride[axis + 1] * self.grid_size[axis + 1]
+        self.grid_stride = list(steps_of(tuple(self.grid_size)))
 
     def __call__(
         self, pc: Tensor, clear_voxels: bool = True, empty_mean: bool = False
@@ -170,30 +171,15 @@ class PointToVoxel:
         return filled.view(voxels, most, self.num_point_features), members
 
     def _check(self, pc: Tensor) -> None:
-        if pc.ndim != 2 or pc.shape[1] != self.num_point_features:
-            raise InsumShapeError(
-                f"PointToVoxel: 'pc' has shape {tuple(pc.shape)}",
-                details=[f"expected (points, {self.num_point_features})"],
-                fix="pass one row per point, of num_point_features numbers.",
-                argument="pc",
-                expected=self.num_point_features,
-                got=tuple(pc.shape),
-            )
-        if not pc.dtype.is_floating_point:
-            raise InsumDtypeError(
-                f"PointToVoxel: 'pc' must be floating, got {str(pc.dtype).removeprefix('torch.')}",
-                fix="pass pc.float().",
-                argument="pc",
-                got=pc.dtype,
-            )
+        faults = Faults("PointToVoxel")
+        fix = "pass one row per point, of num_point_features numbers."
+        faults.shape("pc", pc, ("points", self.num_point_features), fix=fix)
+        faults.floating("pc", pc)
         if pc.device.type != self.device.type:
-            raise InsumDeviceError(
-                f"PointToVoxel: 'pc' is on {pc.device}, the grid was made for {self.device}",
-                fix=f"pass pc.to('{self.device}'), or make the grid with device='{pc.device}'.",
-                argument="pc",
-                expected=self.device,
-                got=pc.device,
-            )
+            message = f"is on {pc.device}, the grid was made for {self.device}"
+            fix = f"pass pc.to('{self.device}'), or make the grid with device='{pc.device}'."
+            faults.add(InsumDeviceError, "pc", message, fix=fix, expected_got=(self.device, pc.device))
+        faults.raise_all()
 
 
 class _Shared(Tensor):
@@ -206,10 +192,8 @@ class _Shared(Tensor):
         return self.as_subclass(Tensor).numpy()
 
 
-class _Point2Voxel:
-    """What the classes of fixed dimensions share: a grid, and the order of the points' coordinates."""
-
-    NDIM: ClassVar[int]
+class _Point2Voxel(PointToVoxel, OfDimension):
+    """What the classes of fixed dimensions share: the check of theirs, and what they take for points."""
 
     def __init__(
         self,
@@ -234,22 +218,16 @@ class _Point2Voxel:
                 expected=self.NDIM,
                 got=len(vsize_xyz),
             )
-        self._arguments = (
-            vsize_xyz,
-            coors_range_xyz,
-            num_point_features,
-            max_num_voxels,
-            max_num_points_per_voxel,
-        )
-        self.grid_size = PointToVoxel(*self._arguments).grid_size
+        super().__init__(vsize_xyz, coors_range_xyz, num_point_features, max_num_voxels, max_num_points_per_voxel)
 
     def _voxels(self, points: object, empty_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return voxels of a tensor, an array, or one of cumm's tensors."""
         if not isinstance(points, Tensor):
             array: Any = points if isinstance(points, np.ndarray) else cast(Any, points).cpu().numpy()
             points = torch.from_numpy(array)
-        found = PointToVoxel(*self._arguments, points.device)(points, True, empty_mean)
-        voxels, indices, counts = (part.as_subclass(_Shared) for part in found)
+        # Points may be on any device.
+        self.device = points.device
+        voxels, indices, counts = (part.as_subclass(_Shared) for part in self(points, True, empty_mean))
         return voxels, indices, counts
 
 
@@ -283,19 +261,15 @@ class _Point2VoxelGPU(_Point2Voxel):
         return self._voxels(points, empty_mean)
 
 
-class Point2VoxelCPU1d(_Point2VoxelCPU):
+class Point2VoxelCPU1d(_Point2VoxelCPU, ndim=1):
     """Points in 1 dimension to voxels."""
 
-    NDIM = 1
 
-
-class Point2VoxelCPU2d(_Point2VoxelCPU):
+class Point2VoxelCPU2d(_Point2VoxelCPU, ndim=2):
     """Points in 2 dimensions to voxels."""
 
-    NDIM = 2
 
-
-class Point2VoxelCPU3d(_Point2VoxelCPU):
+class Point2VoxelCPU3d(_Point2VoxelCPU, ndim=3):
     """Points in 3 dimensions to voxels.
 
     >>> grid = Point2VoxelCPU3d([1.0] * 3, [0.0] * 3 + [4.0] * 3, 3, max_num_voxels=8, max_num_points_per_voxel=2)
@@ -304,37 +278,25 @@ class Point2VoxelCPU3d(_Point2VoxelCPU):
     ([[1, 0, 3]], [1])
     """
 
-    NDIM = 3
 
-
-class Point2VoxelCPU4d(_Point2VoxelCPU):
+class Point2VoxelCPU4d(_Point2VoxelCPU, ndim=4):
     """Points in 4 dimensions to voxels."""
 
-    NDIM = 4
 
-
-class Point2VoxelGPU1d(_Point2VoxelGPU):
+class Point2VoxelGPU1d(_Point2VoxelGPU, ndim=1):
     """Points in 1 dimension to voxels, on their device."""
 
-    NDIM = 1
 
-
-class Point2VoxelGPU2d(_Point2VoxelGPU):
+class Point2VoxelGPU2d(_Point2VoxelGPU, ndim=2):
     """Points in 2 dimensions to voxels, on their device."""
 
-    NDIM = 2
 
-
-class Point2VoxelGPU3d(_Point2VoxelGPU):
+class Point2VoxelGPU3d(_Point2VoxelGPU, ndim=3):
     """Points in 3 dimensions to voxels, on their device."""
 
-    NDIM = 3
 
-
-class Point2VoxelGPU4d(_Point2VoxelGPU):
+class Point2VoxelGPU4d(_Point2VoxelGPU, ndim=4):
     """Points in 4 dimensions to voxels, on their device."""
-
-    NDIM = 4
 
 
 def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor, invalid_value: float = 0) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from insum_nn.layers.extents import IntOrInts
+from insum_nn.layers.extents import IntOrInts, OfDimension, arguments_of
 from insum_nn.layers.voxel.base import VOXEL_COUNT, StatementModule
 from insum_nn.layers.voxel.conv_base import SparseConvolutionBase, activation_name
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
@@ -142,20 +142,9 @@ def _add_missing_count(module: nn.Module, state_dict: dict[str, Any], prefix: st
     state_dict.setdefault(prefix + VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
 
 
-def _arguments(local: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor by name, from its `locals()`; those of `**rest` too.
-
-    Each constructor here names its arguments as the constructor that it calls does, and hands them all on. So the first
-    thing in it must be this call: a variable that is assigned before would be handed on too.
-    """
-    named = {key: value for key, value in local.items() if key not in ("self", "__class__", "rest")}
-    return {**named, **local.get("rest", {})}
-
-
-class _Sized(SparseConvolution):
+class _Sized(SparseConvolution, OfDimension):
     """The constructor of `SparseConv` and `SparseConvTranspose`."""
 
-    NDIM: ClassVar[int]
     TRANSPOSED: ClassVar[bool] = False
 
     def __init__(
@@ -176,13 +165,15 @@ class _Sized(SparseConvolution):
         name: str | None = None,
         **rest: Any,
     ) -> None:
-        super().__init__(self.NDIM, **_arguments(locals()), transposed=self.TRANSPOSED)
+        super().__init__(self.NDIM, **arguments_of(locals()), transposed=self.TRANSPOSED)
 
 
-class _SubM(SparseConvolution):
+class _Transposed(_Sized):
+    TRANSPOSED = True
+
+
+class _SubM(SparseConvolution, OfDimension):
     """The constructor of `SubMConv`."""
-
-    NDIM: ClassVar[int]
 
     def __init__(
         self,
@@ -201,13 +192,11 @@ class _SubM(SparseConvolution):
         name: str | None = None,
         **rest: Any,
     ) -> None:
-        super().__init__(self.NDIM, **_arguments(locals()), subm=True)
+        super().__init__(self.NDIM, **arguments_of(locals()), subm=True)
 
 
-class _Inverse(SparseConvolution):
+class _Inverse(SparseConvolution, OfDimension):
     """The constructor of `SparseInverseConv`."""
-
-    NDIM: ClassVar[int]
 
     def __init__(
         self,
@@ -222,104 +211,68 @@ class _Inverse(SparseConvolution):
         name: str | None = None,
         **rest: Any,
     ) -> None:
-        super().__init__(self.NDIM, **_arguments(locals()), inverse=True)
+        super().__init__(self.NDIM, **arguments_of(locals()), inverse=True)
 
 
-class SparseConv1d(_Sized):
+class SparseConv1d(_Sized, ndim=1):
     """Sparse convolution in 1 dimension; writes every voxel that the kernel reaches. See `SparseConvolution`."""
 
-    NDIM = 1
 
-
-class SparseConv2d(_Sized):
+class SparseConv2d(_Sized, ndim=2):
     """Sparse convolution in 2 dimensions; writes every voxel that the kernel reaches. See `SparseConvolution`."""
 
-    NDIM = 2
 
-
-class SparseConv3d(_Sized):
+class SparseConv3d(_Sized, ndim=3):
     """Sparse convolution in 3 dimensions; writes every voxel that the kernel reaches. See `SparseConvolution`."""
 
-    NDIM = 3
 
-
-class SparseConv4d(_Sized):
+class SparseConv4d(_Sized, ndim=4):
     """Sparse convolution in 4 dimensions; writes every voxel that the kernel reaches. See `SparseConvolution`."""
 
-    NDIM = 4
 
-
-class SparseConvTranspose1d(_Sized):
+class SparseConvTranspose1d(_Transposed, ndim=1):
     """Transposed sparse convolution in 1 dimension, as `nn.ConvTranspose`. See `SparseConvolution`."""
 
-    NDIM = 1
-    TRANSPOSED = True
 
-
-class SparseConvTranspose2d(_Sized):
+class SparseConvTranspose2d(_Transposed, ndim=2):
     """Transposed sparse convolution in 2 dimensions, as `nn.ConvTranspose`. See `SparseConvolution`."""
 
-    NDIM = 2
-    TRANSPOSED = True
 
-
-class SparseConvTranspose3d(_Sized):
+class SparseConvTranspose3d(_Transposed, ndim=3):
     """Transposed sparse convolution in 3 dimensions, as `nn.ConvTranspose`. See `SparseConvolution`."""
 
-    NDIM = 3
-    TRANSPOSED = True
 
-
-class SparseConvTranspose4d(_Sized):
+class SparseConvTranspose4d(_Transposed, ndim=4):
     """Transposed sparse convolution in 4 dimensions, as `nn.ConvTranspose`. See `SparseConvolution`."""
 
-    NDIM = 4
-    TRANSPOSED = True
 
-
-class SparseInverseConv1d(_Inverse):
+class SparseInverseConv1d(_Inverse, ndim=1):
     """Convolution in 1 dimension back to the voxels before the layer of the same `indice_key`."""
 
-    NDIM = 1
 
-
-class SparseInverseConv2d(_Inverse):
+class SparseInverseConv2d(_Inverse, ndim=2):
     """Convolution in 2 dimensions back to the voxels before the layer of the same `indice_key`."""
 
-    NDIM = 2
 
-
-class SparseInverseConv3d(_Inverse):
+class SparseInverseConv3d(_Inverse, ndim=3):
     """Convolution in 3 dimensions back to the voxels before the layer of the same `indice_key`."""
 
-    NDIM = 3
 
-
-class SparseInverseConv4d(_Inverse):
+class SparseInverseConv4d(_Inverse, ndim=4):
     """Convolution in 4 dimensions back to the voxels before the layer of the same `indice_key`."""
 
-    NDIM = 4
 
-
-class SubMConv1d(_SubM):
+class SubMConv1d(_SubM, ndim=1):
     """Submanifold convolution in 1 dimension: writes the voxels that it reads. See `SparseConvolution`."""
 
-    NDIM = 1
 
-
-class SubMConv2d(_SubM):
+class SubMConv2d(_SubM, ndim=2):
     """Submanifold convolution in 2 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
 
-    NDIM = 2
 
-
-class SubMConv3d(_SubM):
+class SubMConv3d(_SubM, ndim=3):
     """Submanifold convolution in 3 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
 
-    NDIM = 3
 
-
-class SubMConv4d(_SubM):
+class SubMConv4d(_SubM, ndim=4):
     """Submanifold convolution in 4 dimensions: writes the voxels that it reads. See `SparseConvolution`."""
-
-    NDIM = 4

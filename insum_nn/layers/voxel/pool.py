@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.layers.extents import IntOrInts
-from insum_nn.layers.voxel.base import (
-    VOXEL_COUNT,
-    MapLayer,
-    StatementModule,
-    store_map,
-)
+from insum_nn.layers.extents import IntOrInts, OfDimension, arguments_of
+from insum_nn.layers.voxel.base import VOXEL_COUNT, MapLayer, StatementModule, store_map
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_pool import (
     SPARSE_AVG_POOL,
@@ -159,10 +154,8 @@ class SparseAvgPool(_SparsePool):
         return sparse_avg_pool(features, kernel_map, options=self.options)
 
 
-class _SizedPool(_SparsePool):
+class _SizedPool(_SparsePool, OfDimension):
     """The constructor of pools of a fixed dimension; the stride is the kernel size unless given."""
-
-    NDIM: ClassVar[int]
 
     def __init__(
         self,
@@ -176,66 +169,39 @@ class _SizedPool(_SparsePool):
         name: str | None = None,
         **rest: Any,
     ) -> None:
-        super().__init__(
-            self.NDIM,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            indice_key,
-            algo=algo,
-            record_voxel_count=record_voxel_count,
-            name=name,
-            **rest,
-        )
+        super().__init__(self.NDIM, **arguments_of(locals()))
 
 
-class SparseMaxPool1d(_SizedPool, SparseMaxPool):
+class SparseMaxPool1d(_SizedPool, SparseMaxPool, ndim=1):
     """The largest feature of active voxels in 1 dimension; see `SparseMaxPool`."""
 
-    NDIM = 1
 
-
-class SparseMaxPool2d(_SizedPool, SparseMaxPool):
+class SparseMaxPool2d(_SizedPool, SparseMaxPool, ndim=2):
     """The largest feature of active voxels in 2 dimensions; see `SparseMaxPool`."""
 
-    NDIM = 2
 
-
-class SparseMaxPool3d(_SizedPool, SparseMaxPool):
+class SparseMaxPool3d(_SizedPool, SparseMaxPool, ndim=3):
     """The largest feature of active voxels in 3 dimensions; see `SparseMaxPool`."""
 
-    NDIM = 3
 
-
-class SparseMaxPool4d(_SizedPool, SparseMaxPool):
+class SparseMaxPool4d(_SizedPool, SparseMaxPool, ndim=4):
     """The largest feature of active voxels in 4 dimensions; see `SparseMaxPool`."""
 
-    NDIM = 4
 
-
-class SparseAvgPool1d(_SizedPool, SparseAvgPool):
+class SparseAvgPool1d(_SizedPool, SparseAvgPool, ndim=1):
     """The mean feature of active voxels in 1 dimension; see `SparseAvgPool`."""
 
-    NDIM = 1
 
-
-class SparseAvgPool2d(_SizedPool, SparseAvgPool):
+class SparseAvgPool2d(_SizedPool, SparseAvgPool, ndim=2):
     """The mean feature of active voxels in 2 dimensions; see `SparseAvgPool`."""
 
-    NDIM = 2
 
-
-class SparseAvgPool3d(_SizedPool, SparseAvgPool):
+class SparseAvgPool3d(_SizedPool, SparseAvgPool, ndim=3):
     """The mean feature of active voxels in 3 dimensions; see `SparseAvgPool`."""
 
-    NDIM = 3
 
-
-class SparseAvgPool4d(_SizedPool, SparseAvgPool):
+class SparseAvgPool4d(_SizedPool, SparseAvgPool, ndim=4):
     """The mean feature of active voxels in 4 dimensions; see `SparseAvgPool`."""
-
-    NDIM = 4
 
 
 class _SparseGlobalPool(StatementModule):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from insum_nn.errors import InsumFormatError, InsumNameError
-from insum_nn.layers.voxel.base import SparseModule, StatementModule, Unscriptable
+from insum_nn.layers.voxel.base import SparseModule, StatementModule
+from insum_nn.layers.voxel.on_features import SparseBatchNorm, SparseReLU, SparseSyncBatchNorm, on_features
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
 from insum_nn.ops.sparse_pool import SPARSE_SUM, SPARSE_TO_DENSE
 
@@ -22,63 +22,16 @@ __all__ = [
     "JoinTable",
     "RemoveDuplicate",
     "RemoveGrid",
-    "SparseBatchNorm",
     "SparseIdentity",
     "SparseModule",
-    "SparseReLU",
     "SparseSequential",
-    "SparseSyncBatchNorm",
     "ToDense",
     "assign_name_for_sparse_modules",
-    "on_features",
 ]
 
 
 def _takes_sparse(module: nn.Module) -> bool:
     return isinstance(module, SparseModule | SparseBatchNorm | SparseSyncBatchNorm | SparseReLU | SparseIdentity)
-
-
-def on_features(module: nn.Module, x: SparseConvTensor) -> SparseConvTensor:
-    """Apply a dense module to the features of a sparse tensor.
-
-    In training a normalisation takes no statistics of a tensor without voxels; its parameters get gradients of zeros.
-    Under `torch.compile` it refuses such a tensor, when the compiled code runs.
-    """
-    if isinstance(module, _BatchNorm):
-        return x.replace_feature(_normalised(module, x.features, module))
-    return x.replace_feature(module(x.features))
-
-
-def _normalised(module: _BatchNorm, features: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `run(features)`, or its equivalent where torch raises.
-
-    Torch raises for an empty cloud, which has no statistics, and reads the number of voxels, which may be unknown while
-    tracing.
-    """
-    takes_statistics = module.training or module.running_mean is None
-    if not torch.compiler.is_compiling():
-        alone = not (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
-        # With several processes, the others wait for this one's statistics even if it has no voxels.
-        if not takes_statistics or not alone or features.shape[0] > 0:
-            return run(features)
-        # The parameters stay in the graph: DistributedDataParallel waits for the gradient of each.
-        return _affine(features, module.weight, module.bias) if module.affine else features
-    if takes_statistics or type(module) not in _NORMS:
-        torch._check(features.shape[0] > 1)
-        return run(features)
-    mean, variance = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
-    scale = (variance + module.eps).rsqrt()
-    if not module.affine:
-        return ((features - mean) * scale).to(features.dtype)
-    scale = scale * module.weight
-    # A normalisation made with bias=False has none, though torch's stubs say otherwise.
-    bias = cast(Tensor | None, module.bias)
-    return _affine(features, scale, -mean * scale if bias is None else bias - mean * scale)
-
-
-def _affine(features: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    scaled = features * scale
-    return (scaled if bias is None else scaled + bias).to(features.dtype)
 
 
 class SparseSequential(SparseModule):
@@ -173,40 +126,6 @@ class RemoveDuplicate(SparseModule):
             return x
         first = torch.full((voxels,), place.shape[0], device=place.device).scatter_reduce_(0, place, rows, "amin")
         return x.select_by_index(first.sort().values)
-
-
-class SparseBatchNorm(Unscriptable, nn.BatchNorm1d):
-    """`nn.BatchNorm1d` that also takes a sparse tensor."""
-
-    def forward(self, input: Any) -> Any:
-        """Normalise the features."""
-        if isinstance(input, SparseConvTensor):
-            return input.replace_feature(_normalised(self, input.features, super().forward))
-        return super().forward(input)
-
-
-class SparseSyncBatchNorm(Unscriptable, nn.SyncBatchNorm):
-    """`nn.SyncBatchNorm` that also takes a sparse tensor."""
-
-    def forward(self, input: Any) -> Any:
-        """Normalise the features over all processes."""
-        if isinstance(input, SparseConvTensor):
-            return input.replace_feature(_normalised(self, input.features, super().forward))
-        return super().forward(input)
-
-
-# Those that normalise as torch does, by what they keep.
-_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SparseBatchNorm, SparseSyncBatchNorm)
-
-
-class SparseReLU(Unscriptable, nn.ReLU):
-    """`nn.ReLU` that also takes a sparse tensor."""
-
-    def forward(self, input: Any) -> Any:
-        """Rectify the features."""
-        if isinstance(input, SparseConvTensor):
-            return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
 
 
 class SparseIdentity(nn.Identity):

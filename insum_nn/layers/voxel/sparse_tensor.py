@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumBackendError, InsumDtypeError, InsumFormatError, InsumShapeError
+from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
 from insum_nn.ops.sparse_pool import sparse_sum, sparse_to_dense
-from insum_nn.structure.coordinates import Coordinates
+from insum_nn.structure.coordinates import Coordinates, check_indices
 from insum_nn.structure.kernel_map import Geometry, KernelMap, build_kernel_map
 
 __all__ = ["CUDAKernelTimer", "SparseConvTensor", "check_untraced", "sparse_add"]
@@ -91,7 +92,7 @@ class SparseConvTensor:
         """
         _check_features(features)
         if _rows:
-            _check_indices(indices, spatial_shape, features.shape[0])
+            check_indices(indices, spatial_shape, features.shape[0])
         self._features = features
         self.indices = indices
         self.spatial_shape: list[int] = [int(extent) for extent in spatial_shape]
@@ -140,10 +141,7 @@ class SparseConvTensor:
     @property
     def spatial_size(self) -> int:
         """Cells of one grid."""
-        cells = 1
-        for extent in self.spatial_shape:
-            cells *= extent
-        return cells
+        return math.prod(self.spatial_shape)
 
     @property
     def sparity(self) -> float:
@@ -202,7 +200,7 @@ class SparseConvTensor:
 
     def check_rows(self) -> None:
         """Raise `InsumShapeError` unless `has_all_rows`."""
-        _check_indices(self.indices, self.spatial_shape, self._features.shape[0])
+        check_indices(self.indices, self.spatial_shape, self._features.shape[0])
 
     def _sites(self) -> Coordinates:
         return Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size)
@@ -394,26 +392,4 @@ def _check_features(features: object) -> None:
             fix="pass one row of features per voxel.",
             field="features",
             got=got,
-        )
-
-
-def _check_indices(indices: Tensor, spatial_shape: Sequence[int], voxels: int) -> None:
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise InsumDtypeError(
-            f"'indices' must be int32 or int64, got {str(indices.dtype).removeprefix('torch.')}",
-            fix="pass indices.int().",
-            field="indices",
-            got=indices.dtype,
-        )
-    if indices.ndim != 2 or indices.shape[1] != len(spatial_shape) + 1 or indices.shape[0] != voxels:
-        raise InsumShapeError(
-            "'indices' must have one row (batch, coordinates) per row of 'features'",
-            details=[
-                f"expected shape ({voxels}, {len(spatial_shape) + 1}) for spatial_shape "
-                f"{list(spatial_shape)}; got {tuple(indices.shape)}"
-            ],
-            fix="put the batch entry into column 0, and give spatial_shape one extent per coordinate; after "
-            "replace_feature with features of other voxels set x.indices.",
-            field="indices",
-            got=tuple(indices.shape),
         )

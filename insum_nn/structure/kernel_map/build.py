@@ -8,9 +8,7 @@ they are; without it they end a graph unless `torch._dynamo.config.capture_dynam
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -35,14 +33,14 @@ from insum_nn.structure.kernel_map.tables import (
     identity_groups,
     order_by_mask,
 )
-from insum_nn.structure.kernel_map.traced import groups_in_graph, map_in_graph
+from insum_nn.structure.kernel_map.traced import groups_in_graph, landings, map_in_graph
 from insum_nn.structure.plain_tensors import plain_integers
 from insum_nn.structure.transfers import read_later
 
 __all__ = ["build_kernel_map"]
 
 # Candidates (offset, voxel) looked at together: bounds the memory of building, not the size of a map.
-_CANDIDATES = 1 << 23
+_CANDIDATES = 1 << 21
 # Offsets, rows and landing columns of voxels under kernel cells.
 _Landed = tuple[Tensor, Tensor, list[Tensor]]
 
@@ -153,51 +151,15 @@ def _with_shape(sites: Coordinates, shape: tuple[int, ...]) -> Coordinates:
     return sites if shape == sites.spatial_shape else Coordinates(sites.indices, shape, sites.batch_size)
 
 
-def _kernel_cells(kernel_size: Sequence[int], limit: int) -> list[list[tuple[int, ...]]]:
-    """Return all kernel cells, row by row, in runs of at most `limit`."""
-    cells = list(itertools.product(*(range(extent) for extent in kernel_size)))
-    return [cells[start : start + limit] for start in range(0, len(cells), limit)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """For one axis: where each voxel lands under each kernel cell (k, n), and whether that is inside the grid."""
-
-    place: Tensor
-    inside: Tensor
-
-
-def _landing(column: Tensor, axis: int, geometry: Geometry, extent: int) -> _Axis:
-    cells = torch.arange(geometry.kernel_size[axis], device=column.device) * geometry.dilation[axis]
-    stride, padding = geometry.stride[axis], geometry.padding[axis]
-    if geometry.kind == "subm":
-        # The voxel is an output; what is sought is the input that it reads.
-        place = column[None, :] - padding + cells[:, None]
-        inside = (place >= 0) & (place < extent)
-    elif geometry.kind == "transpose":
-        place = column[None, :] * stride - padding + cells[:, None]
-        inside = (place >= 0) & (place < extent)
-    else:
-        numerator = column[None, :] + padding - cells[:, None]
-        place = numerator.div(stride, rounding_mode="floor")
-        inside = (place * stride == numerator) & (place >= 0) & (place < extent)
-    return _Axis(place, inside)
-
-
 def _candidates(sites: Coordinates, geometry: Geometry, shape: Sequence[int]) -> list[_Landed]:
     """Return (offset, row, landing columns) of all voxels and cells that land inside, by ascending (offset, row)."""
-    axes = [_landing(column, axis, geometry, shape[axis]) for axis, column in enumerate(sites.columns[1:])]
     found: list[_Landed] = []
-    begin = 0
-    for run in _kernel_cells(geometry.kernel_size, max(1, _CANDIDATES // max(1, sites.num_sites))):
-        cells = torch.tensor(run, device=sites.device).unbind(1)
-        inside = axes[0].inside[cells[0]]
-        for axis, cell in zip(axes[1:], cells[1:], strict=True):
-            inside = inside & axis.inside[cell]
-        place, row = inside.nonzero(as_tuple=True)
-        landed = [axis.place[cell[place], row] for axis, cell in zip(axes, cells, strict=True)]
-        found.append((place + begin, row, [sites.columns[0][row], *landed]))
-        begin += len(run)
+    run = max(1, _CANDIDATES // max(1, sites.num_sites))
+    for begin in range(0, geometry.volume, run):
+        cells = torch.arange(begin, min(begin + run, geometry.volume), device=sites.device)[:, None]
+        places, inside = landings(sites.columns, shape, geometry, cells)
+        cell, row = inside.nonzero(as_tuple=True)
+        found.append((cell + begin, row, [place.expand(inside.shape)[cell, row] for place in places]))
     return found
 
 

@@ -188,16 +188,6 @@ class KernelMap:
         return sum(self.counts)
 
     @property
-    def group_size(self) -> int:
-        """Slots of a group, `q`."""
-        return self.in_index.shape[1]
-
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether the map is the identity of rows."""
-        return self.geometry.is_pointwise
-
-    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The index tensors by their names in expressions."""
         groups = self._groups
@@ -227,11 +217,6 @@ class KernelMap:
     def calls(self) -> dict[Any, Any]:
         """What operators keep with the map, of this direction."""
         return self._cache.setdefault(("calls", self.inverted), {})
-
-    @property
-    def facts(self) -> Mapping[str, IndexFacts]:
-        """What the builder guarantees of each index tensor. The same for every map, so that maps share programs."""
-        return FACTS
 
     @property
     def inverse(self) -> KernelMap:

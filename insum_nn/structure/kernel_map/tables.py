@@ -235,8 +235,8 @@ class NeighbourTable:
 
     >>> rows = torch.tensor([[-1, 0, -1], [0, 1, 2], [1, -1, -1]], dtype=torch.int32)
     >>> table = order_by_mask(rows)
-    >>> table.words.tolist(), table.order.tolist(), table.tile_offsets(2).tolist()
-    ([2, 3, 6], [2, 1, 0], [[True, True, False], [False, True, True]])
+    >>> table.words.tolist(), table.order.tolist()
+    ([2, 3, 6], [2, 1, 0])
     """
 
     order: Tensor
@@ -266,16 +266,6 @@ class NeighbourTable:
         if memory is None or at is None or not self.counted:
             return (self.sorted_neighbours >= 0).sum(1)
         return memory.as_strided((at.volume,), (1,), at.counts)
-
-    @property
-    def num_offsets(self) -> int:
-        """Kernel offsets, `o`."""
-        return self.sorted_neighbours.shape[0]
-
-    @property
-    def num_outputs(self) -> int:
-        """Rows that own a column, `m`."""
-        return self.sorted_neighbours.shape[1]
 
     @property
     def neighbours(self) -> Tensor:
@@ -319,21 +309,6 @@ class NeighbourTable:
         spare = columns.bitwise_and(constant((_SPARE - 1,), device)).add_(inputs + 1)
         table = torch.full((near.shape[0], inputs + _SPARE), -1, dtype=torch.int32, device=device)
         return table.scatter_(1, near.remainder(spare), order.expand(near.shape))[:, :inputs]
-
-    def tile_offsets(self, tile: int) -> Tensor:
-        """Return which offsets each tile of consecutive outputs of `order` has to run over.
-
-        Args:
-            tile: outputs of a tile; the last tile may have fewer.
-
-        Returns:
-            (ceil(m / tile), o) bool.
-        """
-        present = self.sorted_neighbours >= 0
-        missing = -self.num_outputs % tile
-        if missing:
-            present = torch.cat([present, present.new_zeros(self.num_offsets, missing)], dim=1)
-        return present.unflatten(1, (present.shape[1] // tile, tile)).any(2).T.contiguous()
 
 
 def neighbour_rows(offset: Tensor, in_index: Tensor, out_index: Tensor, volume: int, outputs: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from insum_nn.structure.cell_numbers import CellNumbers, find_numbers, starts_of_runs
 from insum_nn.structure.kernel_map.geometry import Geometry
 
-__all__ = ["GROUP_SIZE", "TracedGroups", "groups_in_graph", "map_in_graph"]
+__all__ = ["GROUP_SIZE", "TracedGroups", "groups_in_graph", "landings", "map_in_graph"]
 
 GROUP_SIZE = 128
 """Slots of a group."""
@@ -72,7 +72,7 @@ def _neighbours(columns: Sequence[Tensor], extents: Sequence[int], geometry: Geo
     """Return (o, n) the row of each voxel's neighbours."""
     numbers = CellNumbers(extents)
     keys, order = numbers.of(columns).sort(stable=True)
-    places, inside = _landings(columns, extents[1:], geometry)
+    places, inside = landings(columns, extents[1:], geometry, _every_cell(geometry, columns[0]))
     at, found = find_numbers(keys, numbers.again(places, inside))
     # What is not found has the place of no row.
     rows = torch.cat([order, order.new_full((1,), -1)])
@@ -83,7 +83,7 @@ def _reached(
     indices: Tensor, columns: Sequence[Tensor], extents: Sequence[int], geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
     """Return the voxels that are reached, and (o, m) the row of each one's neighbours."""
-    places, inside = _landings(columns, extents[1:], geometry)
+    places, inside = landings(columns, extents[1:], geometry, _every_cell(geometry, columns[0]))
     keys = CellNumbers(extents).of(places, inside)
     volume, shape = geometry.volume, keys.shape
     flat, order = keys.reshape(-1).sort(stable=True)
@@ -104,28 +104,40 @@ def _reached(
     return outputs, near.scatter(0, cell.reshape(-1), rows.reshape(-1))[:-1].view(volume, count)
 
 
-def _landings(columns: Sequence[Tensor], shape: Sequence[int], geometry: Geometry) -> tuple[list[Tensor], Tensor]:
-    """Return where each voxel lands under each kernel cell, by axes broadcast to (o, n), and which are inside."""
+def landings(
+    columns: Sequence[Tensor], shape: Sequence[int], geometry: Geometry, cells: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Return where each voxel lands under kernel cells, by axes broadcast to (k, n), and which are inside.
+
+        subm:       input = voxel - padding + cell * dilation
+        transpose:  output = voxel * stride - padding + cell * dilation
+        conv:       output = (voxel + padding - cell * dilation) / stride, where that is whole
+
+    Args:
+        columns: 1 + d, (n,) each.
+        shape: the grid that is landed in.
+        geometry: the kernel's movement.
+        cells: (k, 1) the numbers of the cells.
+    """
     # Not by an axis of its own for each of the kernel's: torch 2.10 and 2.11 cannot flatten those where n is symbolic.
-    cells = torch.arange(geometry.volume, device=columns[0].device)[:, None]
     found, inside = [columns[0][None]], torch.ones_like(columns[0], dtype=torch.bool)[None]
     for axis, (column, extent) in enumerate(zip(columns[1:], shape, strict=True)):
         inner = math.prod(geometry.kernel_size[axis + 1 :])
         moves = cells.div(inner, rounding_mode="floor") % geometry.kernel_size[axis] * geometry.dilation[axis]
         stride, padding = geometry.stride[axis], geometry.padding[axis]
-        if geometry.kind == "subm":
-            place = column - padding + moves
-            fits = (place >= 0) & (place < extent)
-        elif geometry.kind == "transpose":
-            place = column * stride - padding + moves
-            fits = (place >= 0) & (place < extent)
-        else:
+        if geometry.kind == "conv":
             ahead = column + padding - moves
             place = ahead.div(stride, rounding_mode="floor")
-            fits = (place * stride == ahead) & (place >= 0) & (place < extent)
+            inside = inside & (place * stride == ahead)
+        else:
+            place = (column if stride == 1 else column * stride) - padding + moves
         found.append(place)
-        inside = inside & fits
+        inside = inside & (place >= 0) & (place < extent)
     return found, inside
+
+
+def _every_cell(geometry: Geometry, like: Tensor) -> Tensor:
+    return torch.arange(geometry.volume, device=like.device)[:, None]
 
 
 def groups_in_graph(near: Tensor) -> TracedGroups:

@@ -173,7 +173,7 @@ def test_tables_that_do_not_fit_are_refused():
     indices = random_sites(SHAPE, 1, 9).indices
     tables = ops.get_indice_pairs_implicit_gemm(indices, 1, SHAPE, None, **how("subm"))
     rest = (tables[4], tables[6], 9, tables[8], False, True)
-    with pytest.raises(InsumShapeError, match=r"'pair_fwd' has shape \(27, 9\)(.|\n)*expected \(8, 9\)"):
+    with pytest.raises(InsumShapeError, match=r"'pair_fwd' has shape \(27, 9\)(.|\n)*expected shape \(8, 9\)"):
         ops.implicit_gemm(torch.randn(9, 2), torch.randn(2, 2, 2, 2, 2), tables[2], *rest)
     with pytest.raises(InsumDtypeError, match="int8 convolutions are not supported"):
         ops.implicit_gemm(torch.randn(9, 2), torch.randn(2, 3, 3, 3, 2), tables[2], *rest, scale=torch.ones(2))

@@ -198,7 +198,7 @@ class TestTensor:
         [
             (torch.ones(3), torch.zeros(3, 3, dtype=torch.int32), InsumShapeError, r"got \(3,\)"),
             ([1.0], torch.zeros(1, 3, dtype=torch.int32), InsumShapeError, "got list"),
-            (torch.ones(3, 1), torch.zeros(3, 3), InsumDtypeError, "must be int32 or int64, got float32"),
+            (torch.ones(3, 1), torch.zeros(3, 3), InsumDtypeError, "must be int32 or int64, got torch.float32"),
             (torch.ones(3, 1), torch.zeros(3, 2, dtype=torch.int32), InsumShapeError, r"expected shape \(3, 3\)"),
             (torch.ones(3, 1), torch.zeros(2, 3, dtype=torch.int32), InsumShapeError, r"got \(2, 3\)"),
         ],

@@ -80,10 +80,10 @@ class E3nn(Substitution):
         substitute()
         from insum_nn.layers.equivariant.tensor_product import TensorProduct
 
-        own_weights = TensorProduct._own_weights
+        write_statements = TensorProduct._write_statements
 
-        def own_weights_and_count(module: TensorProduct, internal: bool | None, shared: bool | None) -> None:
+        def write_and_count(module: TensorProduct) -> None:
             self.met += 1
-            own_weights(module, internal, shared)
+            write_statements(module)
 
-        TensorProduct._own_weights = own_weights_and_count
+        TensorProduct._write_statements = write_and_count

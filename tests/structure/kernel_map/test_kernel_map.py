@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
-from insum_nn.structure import coordinates
+from insum_nn.structure import cell_numbers, coordinates
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap, Pairs, build, search
 from insum_nn.structure.kernel_map.build import build_kernel_map
@@ -180,7 +180,8 @@ def test_ranks_give_the_same_map_as_keys(monkeypatch):
     sites = random_sites((6, 5, 4), 3, 25)
     for how in (geometry("subm", (3, 3, 3)), geometry("conv", (3, 3, 3), 2, 1), geometry("transpose", (2, 2, 2), 2)):
         want = build_kernel_map(sites, how)
-        monkeypatch.setattr(coordinates, "_KEY_LIMIT", 100)
+        monkeypatch.setattr(coordinates, "KEY_LIMIT", 100)
+        monkeypatch.setattr(cell_numbers, "KEY_LIMIT", 100)
         got = build_kernel_map(Coordinates(sites.indices, sites.spatial_shape, 3), how)
         monkeypatch.undo()
         assert torch.equal(got.out_indices, want.out_indices)
@@ -280,7 +281,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("indices", "shape", "batch", "error", "text"),
         [
-            (good.float(), (4, 5), 2, InsumDtypeError, "must be int32 or int64, got float32"),
+            (good.float(), (4, 5), 2, InsumDtypeError, "must be int32 or int64, got torch.float32"),
             (good, (4, 5, 6), 2, InsumShapeError, r"expected shape \(n, 4\).*got \(3, 3\)"),
             (good[0], (4, 5), 2, InsumShapeError, "'indices' must have one row"),
             (good, (4, 0), 2, InsumShapeError, r"'spatial_shape' is \(4, 0\)"),

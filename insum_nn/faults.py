@@ -4,15 +4,61 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumError, InsumShapeError, Span, raise_collected
-from insum_nn.formats import SparseFormat
+from insum_nn.errors import (
+    InsumDeviceError,
+    InsumDtypeError,
+    InsumError,
+    InsumFormatError,
+    InsumShapeError,
+    Span,
+    raise_collected,
+)
 
-__all__ = ["Faults"]
+__all__ = ["Faults", "check_choice", "shown_shape"]
 
-AnyTensor = Tensor | SparseFormat
+# An extent that is expected: a number, or a name of any number.
+_Extent = int | str
+
+
+class _AnyTensor(Protocol):
+    """A tensor, or a sparse format."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its numbers."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        ...
+
+
+def shown_shape(shape: Sequence[_Extent | None]) -> str:
+    """Return a shape as a message shows it; `None`: any extent.
+
+    >>> shown_shape((3,)), shown_shape((None, 2))
+    ('(3,)', '(n, 2)')
+    """
+    names = ["n" if extent is None else str(extent) for extent in shape]
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def check_choice(name: str, value: str, choices: Sequence[str], kind: type[InsumError] = InsumFormatError) -> None:
+    """Raise an error of a kind unless `value` is one of `choices`."""
+    if value not in choices:
+        raise kind(
+            f"{name} is {value!r}",
+            details=[f"expected one of {', '.join(map(repr, choices))}"],
+            fix=f"choose one of these for {name}.",
+            expected=tuple(choices),
+            got=value,
+        )
 
 
 class Faults:
@@ -67,7 +113,7 @@ class Faults:
         raise_collected(self.found)
 
     def device(
-        self, argument: str, tensor: AnyTensor, first: str, anchor: AnyTensor, *, fix: str | None = None
+        self, argument: str, tensor: _AnyTensor, first: str, anchor: _AnyTensor, *, fix: str | None = None
     ) -> None:
         """Add one if a tensor is on another device than the first one."""
         if tensor.device != anchor.device:
@@ -78,9 +124,9 @@ class Faults:
     def dtype(
         self,
         argument: str,
-        tensor: AnyTensor,
+        tensor: _AnyTensor,
         first: str,
-        anchor: AnyTensor,
+        anchor: _AnyTensor,
         *,
         fix: str | None = None,
         symbols: Sequence[str] = (),
@@ -93,14 +139,46 @@ class Faults:
                 InsumDtypeError, argument, message, fix=fix, symbols=symbols, expected_got=(anchor.dtype, tensor.dtype)
             )
 
+    def shape(
+        self,
+        argument: str,
+        tensor: Tensor,
+        expected: Sequence[_Extent | None],
+        *,
+        fix: str,
+        message: str = "",
+        details: Sequence[str] = (),
+        symbols: Sequence[str] = (),
+        kind: type[InsumError] = InsumShapeError,
+        **fields: Any,
+    ) -> None:
+        """Add one if a tensor has another shape; `message`: what is wrong, where that is not the shape's own text."""
+        got = tuple(tensor.shape)
+        known = [(want, extent) for want, extent in zip(expected, got, strict=False) if not isinstance(want, str)]
+        if len(got) != len(expected) or any(want is not None and want != extent for want, extent in known):
+            fields |= {"fix": fix, "symbols": symbols, "expected_got": (tuple(expected), got)}
+            lines = [f"expected shape {shown_shape(expected)}; got {got}", *details]
+            self.add(kind, argument, message or f"has shape {got}", details=lines, **fields)
+
+    def dtype_among(
+        self, argument: str, dtype: torch.dtype, accepted: Sequence[torch.dtype], *, fix: str, **fields: Any
+    ) -> None:
+        """Add one if a dtype is none of those that are accepted."""
+        if dtype not in accepted:
+            names = " or ".join(str(each).removeprefix("torch.") for each in accepted)
+            message = f"must be {names}, got {dtype}"
+            self.add(InsumDtypeError, argument, message, fix=fix, expected_got=(tuple(accepted), dtype), **fields)
+
+    def floating(self, argument: str, tensor: Tensor) -> None:
+        """Add one if a tensor holds no floating-point numbers."""
+        if not tensor.dtype.is_floating_point:
+            message = f"must be floating, got {str(tensor.dtype).removeprefix('torch.')}"
+            self.add(InsumDtypeError, argument, message, fix=f"pass {argument}.float().", got=tensor.dtype)
+
     def bias(self, bias: Tensor | None, outputs: int, what: str) -> None:
         """Add one if a bias has not one entry per output."""
-        if bias is not None and tuple(bias.shape) != (outputs,):
-            message, details = f"has shape {tuple(bias.shape)}", [f"expected ({outputs},)"]
-            fix = f"give the bias one entry per output {what}."
-            self.add(
-                InsumShapeError, "bias", message, details=details, fix=fix, expected_got=((outputs,), tuple(bias.shape))
-            )
+        if bias is not None:
+            self.shape("bias", bias, (outputs,), fix=f"give the bias one entry per output {what}.")
 
     def layer_devices(self, weight: Tensor, bias: Tensor | None, first: str, anchor: Tensor) -> None:
         """Add one for each of a layer's parameters that is on another device than its input."""
