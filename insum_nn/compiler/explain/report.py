@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.explain.html import Section, Table, page, panel
-from insum_nn.compiler.explain.library import choices_of, torch_code
+from insum_nn.compiler.explain.library import torch_code
 from insum_nn.compiler.explain.loop_nest import (
     ExtentSource,
     clip,
@@ -158,7 +158,7 @@ class Explanation:
             bound, extents = self._bound, self._sizes
             assert bound is not None
             assert extents is not None
-            graph = library_calls_of(bound, extents, self.options, compiled=True).graph
+            graph = library_calls_of(bound, extents, self.options, compiled=True)
             try:
                 tensors, integers, initial = split_arguments(bound, _stand_ins(bound, self.tensors, extents))
                 found = inductor.kernel_sources(graph, bound, self.options, integers, tensors, initial)
@@ -365,7 +365,7 @@ def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor],
         assert isinstance(program.run, Generated)
         return program.run.described(tensors, extents, initial)
     schedule = f"{'kernels' if program.backend == 'inductor' else 'library calls'} over the whole index space"
-    return Description(schedule, choices=choices_of(library), torch_code=torch_code(library))
+    return Description(schedule, choices=tuple(library.decisions), torch_code=torch_code(program.bound, library))
 
 
 # Tensors.

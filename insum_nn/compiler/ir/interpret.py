@@ -1,4 +1,4 @@
-"""Run kernels and graphs of the IR as the loops that they are: what every pass has to leave unchanged."""
+"""Run kernels of the IR as the loops that they are: what every pass has to leave unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.ir.graph import Graph, Library, Step
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
@@ -32,7 +31,7 @@ from insum_nn.compiler.ir.nodes import (
 from insum_nn.compiler.lang.combining import selecting
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["interpret_graph", "interpret_kernel"]
+__all__ = ["interpret_kernel"]
 
 Point = dict[str, int]
 
@@ -61,16 +60,6 @@ def interpret_kernel(
             run.memory[result.buffer.name].apply_(evaluate)
     names = [*(result.buffer.name for result in kernel.results), *keep]
     return {name: run.memory[name] for name in names if name in run.memory}
-
-
-def interpret_graph(graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-    """Run a graph, and return its outputs."""
-    run = _Run(dict(tensors), sizes)
-    for node in graph.nodes:
-        assert isinstance(node, Step | Library)
-        run.begin(*node.kernel.results)
-        run.block(node.kernel.body, {})
-    return [run.memory[buffer.name] for buffer in graph.outputs]
 
 
 class _Run:

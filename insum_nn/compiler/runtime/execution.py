@@ -15,6 +15,7 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.codegen.c import NotInC
+from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents, known_in_c
 from insum_nn.compiler.kernels.c_structures import clear_entries
@@ -30,7 +31,7 @@ from insum_nn.compiler.runtime.backends import (
 )
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents, fix_extents
 from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
-from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
+from insum_nn.compiler.runtime.library.programs import extent_arguments, library_calls_of
 from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
@@ -76,7 +77,7 @@ class Executable:
     reason: str
     run: Callable[..., Tensor] | Generated | CProgram
     compile_seconds: float
-    library: Library | None = None
+    library: CallGraph | None = None
     warm: bool = False
 
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
@@ -382,6 +383,6 @@ def in_names_of(program: Executable, bound: Bound) -> Executable:
 def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:
     begin = time.perf_counter()
     library = library_calls_of(bound, extents, options, compiled=backend == "inductor")
-    run = InductorProgram(library.graph, bound, options) if backend == "inductor" else library.graph.forward
+    run = InductorProgram(library, bound, options) if backend == "inductor" else library.forward
     seconds = time.perf_counter() - begin
     return Executable(bound, extents, options, backend, reason, run, seconds, library)

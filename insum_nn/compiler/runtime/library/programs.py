@@ -1,62 +1,34 @@
-"""A statement as calls of torch's library: the graph that its passes make, printed."""
+"""A statement as calls of torch's library, which run as they are or are compiled by Inductor."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from insum_nn.compiler.codegen.aten import print_aten
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.ir.build import Names, build
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.epilogue import PLAIN
+from insum_nn.compiler.lang.syntax import Access
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.passes.library.library_graph import LibraryGraph, library_graph
-from insum_nn.compiler.passes.library.steps import Target
 
-__all__ = ["Library", "extent_arguments", "library_calls_of"]
+__all__ = ["extent_arguments", "library_calls_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """A statement as calls of torch's library, which run as they are or are compiled by Inductor.
-
-    Attributes:
-        bound: the statement.
-        names: its canonical names.
-        made: its steps, and the choices behind them.
-        graph: the calls that run, or that Inductor compiles.
-    """
-
-    bound: Bound
-    names: Names
-    made: LibraryGraph
-    graph: CallGraph
-
-
-def library_calls_of(
-    bound: Bound, extents: Extents, options: Options, *, compiled: bool, bags: bool = False
-) -> Library:
+def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compiled: bool) -> CallGraph:
     """Write a statement as library calls.
 
     Args:
         bound: the statement; what follows its sum is left to the caller.
         extents: sizes of a call, by which the order of the products is chosen; 0: an index may have no values.
         options: compile options.
-        compiled: for Inductor.
-        bags: products with sparse matrices are sums of bags, which have first derivatives only.
+        compiled: for a compiler that fuses.
     """
     names = Names(bound.statement)
     sizes = {names.indices[name]: size for name, size in zip(bound.layout.indices, extents.indices, strict=True)}
-    target = Target(
-        bound.device_type,
-        compiled,
-        bags=bags,
-        search=options.order == "cost",
-        deterministic=options.deterministic,
-    )
-    made = library_graph(build(replace(bound, epilogue=PLAIN)), sizes, target)
-    graph = print_aten(made.graph, bound.device_type, options, compiled=compiled, empty=0 in sizes.values())
-    return Library(bound, names, made, graph)
+    factors = [str(factor) for factor in bound.statement.factors if isinstance(factor, Access)]
+    kernel, empty = build(replace(bound, epilogue=PLAIN)), 0 in extents.indices
+    return print_aten(kernel, sizes, options, compiled=compiled, empty=empty, factors=factors)
 
 
 def extent_arguments(bound: Bound) -> tuple[tuple[str, ...], tuple[int, ...]]:
