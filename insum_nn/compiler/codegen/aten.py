@@ -62,11 +62,10 @@ class _Writer(OutputWriter):
         reads, number = factors_of(self.target.value)
         factors = [self.read(read) for read in reads]
         mode = selecting(self.target.combine)
-        self.graph.finish(
-            self.sum(factors, number, sizes, texts)
-            if mode is None
-            else self.write_extremum(self.terms(factors, number), mode)
-        )
+        if mode is None:
+            self.graph.finish(self.sum(factors, number, sizes, texts))
+        else:
+            self.graph.finish(self.write_extremum(self.terms(factors, number), mode))
         if self.addresses():
             reason = "several terms may meet in one cell"
             if self.options.deterministic:
@@ -130,7 +129,7 @@ class _Writer(OutputWriter):
         both = tuple(label for label in a.labels if label in b.labels)
         batch, k = (tuple(x for x in both if (x in needed) == kept) for kept in (True, False))
         m, n = (tuple(x for x in own.labels if x not in both) for own in (a, b))
-        # Without m and n a batched product would call the library once per scalar; a compiler fuses one without either.
+        # Without m and n a batched product would call the library once per scalar; a compiler fuses one of a vector.
         if k and self.dtype.is_floating_point and (m and n if self.compiled else m or n):
             if self.written and self.written[-1] in m:
                 # As the output lies, or adding it up goes cell by cell.

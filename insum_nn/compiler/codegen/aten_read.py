@@ -76,7 +76,7 @@ class GraphWriter:
         self.axis_sizes: dict[tuple[Buffer, int], Node] = {}
         self.aranges: dict[Expr, Node] = {}
         self.entries: dict[Load, Value] = {}
-        self.bounded: dict[tuple[Expr, Node | int], Value] = {}
+        self.bounded: dict[tuple[Expr, Node | int, bool], Value] = {}
         self.initial: Node | None = None
         self.device: Node | None = None
 
@@ -231,7 +231,7 @@ class GraphWriter:
             size: of the axis.
             checked: whether an affine subscript may leave the axis.
         """
-        key = subscript, size
+        key = subscript, size, checked
         if key not in self.bounded:
             at = self.position(subscript)
             node, misses = at.node, dict(at.misses)

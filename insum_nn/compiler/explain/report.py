@@ -35,7 +35,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import Executable
 from insum_nn.compiler.runtime.library.inductor_program import split_arguments
-from insum_nn.compiler.runtime.library.programs import extent_arguments, library_calls_of
+from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of
 from insum_nn.errors import InsumBackendError
 from insum_nn.facts import IndexFacts
 
@@ -402,10 +402,7 @@ def _stand_ins(bound: Bound, rows: Sequence[TensorRow], extents: Extents) -> lis
         return torch.zeros((), dtype=row.dtype, device=row.device).expand(row.shape)
 
     count = len(bound.layout.tensors)
-    indices, axes = extent_arguments(bound)
-    integers = [extents.indices[bound.layout.indices.index(name)] for name in indices]
-    integers += [extents.output[axis] for axis in axes]
-    return [*map(stand_in, rows[:count]), *integers, *map(stand_in, rows[count:])]
+    return [*map(stand_in, rows[:count]), *integers_of(bound, extents), *map(stand_in, rows[count:])]
 
 
 # Text.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from insum_nn.compiler.codegen.aten import print_aten
 from insum_nn.compiler.codegen.calls import CallGraph
@@ -11,8 +12,15 @@ from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.epilogue import PLAIN
 from insum_nn.compiler.lang.syntax import Access
 from insum_nn.compiler.options import Options
+from insum_nn.facts import IndexFacts
 
-__all__ = ["extent_arguments", "library_calls_of"]
+__all__ = ["extent_arguments", "integers_of", "library_calls_of", "without_unused_facts"]
+
+
+@lru_cache(maxsize=1024)
+def without_unused_facts(bound: Bound) -> Bound:
+    """Return a statement with the facts of index tensors that its calls depend on."""
+    return replace(bound, facts=tuple(IndexFacts(masked=facts.masked) for facts in bound.facts))
 
 
 def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compiled: bool) -> CallGraph:
@@ -31,8 +39,17 @@ def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compil
     return print_aten(kernel, sizes, options, compiled=compiled, empty=empty, factors=factors)
 
 
+def integers_of(bound: Bound, extents: Extents) -> tuple[int, ...]:
+    """Return the extents that a graph takes as integers."""
+    indices, axes = extent_arguments(bound)
+    if not indices and not axes:
+        return ()
+    names = bound.layout.indices
+    return (*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes))
+
+
 def extent_arguments(bound: Bound) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the extents that a graph takes as integers: of indices and output axes that no tensor shows."""
+    """Return which extents a graph takes as integers: of indices and output axes that no tensor shows."""
     layout = bound.layout
     static = {name for name, _ in bound.static}
     indices = tuple(

@@ -26,7 +26,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import choose_backend, require_triton
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences
 from insum_nn.compiler.runtime.dispatch import Spec, broadcast
-from insum_nn.compiler.runtime.library.programs import extent_arguments, library_calls_of
+from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.runtime.modes import graph_constant, is_functional, may_be_empty, records_graph
 from insum_nn.compiler.runtime.tracing.inline_kernel import inline_kernel
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
@@ -189,15 +189,11 @@ def _run(
         result = inline_kernel(canonical(bound), tensors, initial, extents, options, tables, row_begins)
         if result is not None:
             return result
-    own = canonical(
-        replace(bound, facts=tuple(IndexFacts(sorted=facts.sorted, masked=facts.masked) for facts in bound.facts))
-    )
+    own = canonical(without_unused_facts(bound))
     hints = tuple(0 if empty else _magnitude(_hint(extent)) for extent in extents.indices)
     library = _library(own, hints, options)
-    indices, axes = extent_arguments(own)
-    names = own.layout.indices
-    integers = [*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes)]
-    return library.forward(*tensors, *integers, *([] if initial is None else [initial]))  # type: ignore[no-any-return]
+    given = [*tensors, *integers_of(own, extents)]
+    return library.forward(*given) if initial is None else library.forward(*given, initial)
 
 
 def _magnitude(extent: int) -> int:
