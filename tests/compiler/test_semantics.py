@@ -566,6 +566,7 @@ def test_flat_addresses_of_int32_index_tensors_have_64_bits():
     insum_nn.clear_cache()
     insum("y[R[p],C[p]] max= v[p]", R=row, C=col, v=reals(1), out_shape=(2, 2))
     (program,) = execution._cache.values()
+    assert program.library is not None
     seen: list[torch.dtype] = []
 
     class Watch(torch.overrides.TorchFunctionMode):
