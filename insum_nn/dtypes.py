@@ -34,7 +34,6 @@ class Dtype:
         accumulator: the dtype in which sums of it are formed.
         is_value: factors and outputs may have it.
         is_index: index tensors may have it.
-        has_products: torch multiplies matrices of it on every device.
         literal: Triton's name of it in expressions, `tl.float32`; torch's name where it is not given.
     """
 
@@ -43,7 +42,6 @@ class Dtype:
     accumulator: torch.dtype
     is_value: bool = True
     is_index: bool = False
-    has_products: bool = False
     literal: str = ""
 
     @property
@@ -79,19 +77,14 @@ class Dtype:
     @property
     def has_dot(self) -> bool:
         """Whether `tl.dot` multiplies matrices of it: of floats that accumulate in float32."""
-        return self.has_products and self.accumulator == torch.float32
-
-    @property
-    def has_sparse_products(self) -> bool:
-        """Whether torch's products of CSR matrices form their sums as we do, in its accumulator."""
-        return self.has_products and not self.is_widened
+        return self.accumulator == torch.float32
 
 
 DTYPES = (
-    Dtype(torch.float16, "fp16", torch.float32, has_products=True),
-    Dtype(torch.bfloat16, "bf16", torch.float32, has_products=True),
-    Dtype(torch.float32, "fp32", torch.float32, has_products=True),
-    Dtype(torch.float64, "fp64", torch.float64, has_products=True),
+    Dtype(torch.float16, "fp16", torch.float32),
+    Dtype(torch.bfloat16, "bf16", torch.float32),
+    Dtype(torch.float32, "fp32", torch.float32),
+    Dtype(torch.float64, "fp64", torch.float64),
     Dtype(torch.int8, "i8", torch.int8),
     Dtype(torch.uint8, "u8", torch.uint8),
     Dtype(torch.int16, "i16", torch.int16),

@@ -97,7 +97,6 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("schedule.database", "kernels.machine_code"): "an entry names the version of Triton that it was measured with",
     ("codegen.c", "passes"): "places the loops that it prints; the placement has no other reader",
     ("codegen.c_values", "passes"): "likewise: what is known where follows from the placement",
-    ("codegen.aten", "runtime.library.library_calls"): "the graph calls this function by name",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
     ("runtime.program", "explain.sequence"): "`Program.explain()` returns a report",
 }

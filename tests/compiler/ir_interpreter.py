@@ -1,16 +1,14 @@
-"""Run kernels and graphs of the IR as the loops that they are: what every pass has to leave unchanged."""
+"""Run kernels of the IR as the loops that they are: what every pass has to leave unchanged."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from insum_nn.compiler.ir.graph import Graph, Library, Step
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
@@ -33,7 +31,7 @@ from insum_nn.compiler.ir.nodes import (
 from insum_nn.compiler.lang.combining import selecting
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["interpret_graph", "interpret_kernel"]
+__all__ = ["interpret_kernel"]
 
 # The values of the loops around a node; what an expression is worth there, and what a statement does.
 Point = dict[str, int]
@@ -65,33 +63,6 @@ def interpret_kernel(
             cells.update(zip(cells, map(OPERATIONS[result.activation].evaluate, cells.values()), strict=True))
     names = [*(result.buffer.name for result in kernel.results), *keep]
     return {name: run.memory[name].tensor() for name in names if name in run.memory}
-
-
-def interpret_graph(graph: Graph, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
-    """Run a graph, and return its outputs."""
-    run = _Run(tensors, sizes)
-    for node in graph.nodes:
-        assert isinstance(node, Step | Library)
-        run.begin(*node.kernel.results)
-        run.block(node.kernel.body)({})
-    return [run.memory[buffer.name].tensor() for buffer in graph.outputs]
-
-
-class _Cells(dict[tuple[int, ...], Any]):
-    """The cells of a tensor by their places, in order: Python reads and writes them faster than a tensor's."""
-
-    def __init__(self, name: str, shape: Sequence[int], floating: bool, values: Iterable[Any]) -> None:
-        super().__init__(zip(itertools.product(*map(range, shape)), values, strict=False))
-        self.name, self.shape, self.floating = name, shape, floating
-        # Those that hold a value: an extremum takes the first one as it is.
-        self.written = set[tuple[int, ...]]()
-
-    def __missing__(self, place: tuple[int, ...]) -> Any:
-        raise IndexError(f"{self.name}{list(place)} is outside of {tuple(self.shape)}")
-
-    def tensor(self) -> Tensor:
-        dtype = torch.float64 if self.floating else torch.int64
-        return torch.tensor([*self.values()], dtype=dtype).reshape([*self.shape])
 
 
 class _Run:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.ir.nodes import Size
-from insum_nn.compiler.runtime.library import library_calls
 
 
 def two_arguments() -> CallGraph:
@@ -46,15 +45,6 @@ def test_names_differ_and_shadow_nothing():
     value = graph.argument(Size("A"))
     names = [graph.method(name, (value,), {}).name for name in ("sum", "sum", "to", "to")]
     assert names == ["sum_1", "sum_2", "to", "to_1"]
-
-
-def test_functions_of_ours_are_called_by_their_module():
-    graph = CallGraph()
-    row, dense = (graph.argument(Size(name)) for name in "AB")
-    rows, columns = [(row, (0,), 3, False)], [(None, (0,), 2, False)]
-    graph.finish(graph.function(library_calls.bag_product, (None, rows, columns, (2,), dense, True), {}))
-    assert "= library_calls.bag_product(None, [(arg0, (0,), 3, False)]" in graph.code
-    assert graph.forward(torch.tensor([0, 2]), torch.tensor([[1.0], [2.0]])).tolist() == [[1.0], [0.0], [2.0]]
 
 
 def test_values_are_freed_after_their_last_use():

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from insum_nn.compiler.passes.library.contraction_order import contraction_order
+from insum_nn.compiler.codegen.contraction_order import contraction_order
 
 Labels = tuple[str, ...]
 # As documented in the module: an intermediate cell costs as much as four products; the last step is a little

@@ -1,30 +1,23 @@
-"""Graphs of library calls of the four applications word for word, and the choices behind them."""
+"""Library calls of the four applications word for word, and the choices behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.ir.access import indices_of
-from insum_nn.compiler.ir.build import Names, build
-from insum_nn.compiler.ir.graph import Library, store_of
-from insum_nn.compiler.ir.printer import show
-from insum_nn.compiler.ir.verify import verify_graph
-from insum_nn.compiler.lang.bind import Bound, bind
+from insum_nn.compiler.codegen.calls import CallGraph
+from insum_nn.compiler.codegen.contraction_order import contraction_order
+from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.passes.library.contraction_order import contraction_order
-from insum_nn.compiler.passes.library.library_graph import LibraryGraph, library_graph
-from insum_nn.compiler.passes.library.steps import Target
+from insum_nn.compiler.options import Options
+from insum_nn.compiler.runtime.library.programs import library_calls_of
 from insum_nn.testing.random_programs import random_program
 from tests.golden_fixture import Golden
-
-# Planning looks at no device, so a GPU's plans are made and compared without one.
-GPU = "cuda"
 
 
 def table(*shape: int) -> Tensor:
@@ -83,84 +76,42 @@ OTHERS: dict[str, tuple[str, dict[str, Tensor], dict[str, int]]] = {
 }
 
 
-def bound_of(name: str) -> tuple[Bound, dict[str, int]]:
+def bound_of(name: str) -> tuple[Bound, Extents]:
     expression, tensors, sizes = {**APPLICATIONS, **OTHERS}[name]
-    return bind(parse(expression), tensors, None), sizes
+    bound = bind(parse(expression), tensors, None)
+    return bound, Extents(tuple(sizes[index] for index in bound.layout.indices), ())
 
 
-def graph_of(
-    bound: Bound, sizes: Mapping[str, int], *, compiled: bool, order: str = "cost", bags: bool = False
-) -> LibraryGraph:
-    letters = Names(bound.statement).indices
-    target = Target(bound.device_type, compiled, bags=bags, search=order == "cost")
-    made = library_graph(build(bound), {letters[name]: size for name, size in sizes.items()}, target)
-    verify_graph(made.graph)
-    return made
-
-
-def made_of(
-    name: str, *, gpu: bool = False, dtype: torch.dtype | None = None, order: str = "cost", bags: bool = False
-) -> LibraryGraph:
-    """The graph for the CPU's libraries, for one that torch records, or for a GPU's compiler; made without a device."""
-    bound, sizes = bound_of(name)
-    if gpu:
-        bound = replace(bound, device_type=GPU)
+def made_of(name: str, *, compiled: bool = False, dtype: torch.dtype | None = None, order: str = "cost") -> CallGraph:
+    bound, extents = bound_of(name)
     if dtype is not None:
         bound = replace(bound, dtype=dtype)
-    return graph_of(bound, sizes, compiled=gpu or bags, order=order, bags=bags)
+    return library_calls_of(bound, extents, Options(order=order), compiled=compiled)
 
 
-def described(name: str, made: LibraryGraph) -> str:
-    decisions = [f"{topic}: {choice}; {reason}" for topic, choice, reason in (d.text(show) for d in made.decisions)]
-    return "\n".join([bound_of(name)[0].statement.text, "", show(made.graph), "", *decisions])
+def described(name: str, graph: CallGraph) -> str:
+    decisions = [f"{topic}: {choice}; {reason}" for topic, choice, reason in graph.decisions]
+    return "\n".join([bound_of(name)[0].statement.text, "", graph.code, *decisions])
 
 
 @pytest.mark.parametrize("name", [*APPLICATIONS, *OTHERS])
-def test_graph_for_the_cpu(name: str, golden: Golden):
+def test_library_calls(name: str, golden: Golden):
     golden(f"plan/{name}_cpu", described(name, made_of(name)))
 
 
 @pytest.mark.parametrize("name", APPLICATIONS)
-def test_graph_for_a_gpu(name: str, golden: Golden):
-    golden(f"plan/{name}_cuda", described(name, made_of(name, gpu=True)))
+def test_calls_for_a_compiler(name: str, golden: Golden):
+    golden(f"plan/{name}_compiled", described(name, made_of(name, compiled=True)))
 
 
-def calls(made: LibraryGraph, function: str) -> list[Library]:
-    return [node for node in made.graph.nodes if isinstance(node, Library) and node.function == function]
-
-
-def test_a_dot_needs_three_extents_and_a_dtype():
-    """`tl.dot` takes no float64, and no axis of length 1."""
-    assert calls(made_of("block_spmm", gpu=True, dtype=torch.float16), "matmul")
-    assert not calls(made_of("block_spmm", gpu=True, dtype=torch.float64), "matmul")
-    assert not calls(made_of("spmm", gpu=True), "matmul")
-    bound, sizes = bound_of("dense_product")
-    for index in "ijk":
-        made = graph_of(replace(bound, device_type=GPU), {**sizes, index: 1}, compiled=True)
-        assert not calls(made, "matmul")
-        assert any(decision.reason == "m, k or n is 1" for decision in made.decisions)
-    (product,) = calls(graph_of(replace(bound, device_type=GPU), sizes, compiled=True), "matmul")
-    # i and j of the output are a and b, k is c.
-    store = store_of(product.kernel)
-    assert (indices_of(*store.subscripts), indices_of(store.value)) == (("a", "b"), ("a", "c", "b"))
-
-
-def test_integers_take_no_library_product():
-    assert not calls(made_of("dense_product", dtype=torch.int64), "matmul")
-    assert not calls(made_of("spmm", dtype=torch.int64, bags=True), "bag_product")
-
-
-def test_which_statements_are_a_sum_of_bags():
-    assert calls(made_of("spmm", bags=True), "bag_product")
-    assert not calls(made_of("spmm"), "bag_product")
-    assert not calls(made_of("spmm", gpu=True, bags=True), "bag_product")
-    assert not calls(made_of("spmm", dtype=torch.bfloat16, bags=True), "bag_product")
-    for name in ("block_spmm", "sparse_convolution", "tensor_product", "dense_product"):
-        assert not calls(made_of(name, bags=True), "bag_product")
-    # The dense factor twice: the entries' values vary with its columns.
-    tensors = {"Row": table(5), "Col": table(5), "B": torch.ones(3, 4)}
-    bound = bind(parse("C[Row[e],n] += B[Col[e],n] * B[Col[e],n]"), tensors, None)
-    assert not calls(graph_of(bound, {"e": 5, "n": 4}, compiled=True, bags=True), "bag_product")
+def test_dense_products_are_products_of_a_library():
+    for compiled in (False, True):
+        assert made_of("dense_product", compiled=compiled).calls[0].target is torch.matmul
+    # Torch multiplies no matrices of integers on a GPU.
+    assert "matmul" not in made_of("dense_product", dtype=torch.int64).code
+    # A compiler fuses the product of a vector with what stands around it.
+    assert "matmul" in made_of("spmm").code
+    assert "matmul" not in made_of("spmm", compiled=True).code
 
 
 @pytest.mark.parametrize(
@@ -186,8 +137,8 @@ def test_slots_are_summed_axes_of_index_tensors_with_several(
 
 def test_the_order_of_products():
     by_cost, written = made_of("tensor_product"), made_of("tensor_product", order="left")
-    assert any(decision.topic == "order" for decision in by_cost.decisions)
-    assert by_cost.graph is not written.graph
+    assert any(topic == "order" for topic, _, _ in by_cost.decisions)
+    assert by_cost.code != written.code
     operands = [("p",), ("z", "p", "u"), ("z", "p"), ("p", "u", "w")]
     sizes = APPLICATIONS["tensor_product"][2]
     expected, cost, left = contraction_order(operands, ("z", "p", "w"), sizes)
@@ -197,18 +148,15 @@ def test_the_order_of_products():
 
 def test_every_choice_has_a_reason():
     for name in (*APPLICATIONS, *OTHERS):
-        for gpu in (False, True):
-            for decision in made_of(name, gpu=gpu).decisions:
-                _, choice, reason = decision.text(show)
-                assert choice
-                assert len(reason.split()) > 3
+        for _, choice, reason in made_of(name).decisions:
+            assert choice
+            assert len(reason.split()) > 3
 
 
-def test_random_programs_have_graphs_that_hold():
-    """For a GPU too, which no CPU test would run."""
+def test_random_programs_have_calls():
     for seed in range(300):
         program = random_program(seed)
         bound = bind(parse(program.expression), program.tensors, program.initial)
-        sizes = dict.fromkeys(bound.layout.indices, 3)
-        for device, compiled in (("cpu", False), ("cpu", True), (GPU, False), (GPU, True)):
-            assert show(graph_of(replace(bound, device_type=device), sizes, compiled=compiled).graph)
+        sizes = Extents((3,) * len(bound.layout.indices), ())
+        for compiled in (False, True):
+            assert library_calls_of(bound, sizes, Options(), compiled=compiled).forward

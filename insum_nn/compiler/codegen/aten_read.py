@@ -3,95 +3,80 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from insum_nn.compiler.codegen.calls import Call, CallGraph
-from insum_nn.compiler.ir.access import (
-    Labels,
-    affine_terms,
-    entries,
-    indices_of,
-    loads_in_order,
-    plain_labels,
-    scattered_axes,
-)
-from insum_nn.compiler.ir.graph import Graph, Library, Step, loops_of, store_of
-from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Load, Op, Size, Store, conjuncts
+from insum_nn.compiler.ir.access import Labels, affine_terms, indices_of, loads_in_order, plain_labels, scattered_axes
+from insum_nn.compiler.ir.build import INITIAL
+from insum_nn.compiler.ir.graph import loops_of, store_of
+from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Kernel, Load, Size
 from insum_nn.compiler.options import Options
 from insum_nn.dtypes import is_widened, wide_dtype
 
-__all__ = ["GraphWriter", "Position", "Value"]
+__all__ = ["GraphWriter", "Masks", "Node", "Value", "united"]
 
 Node = Call
-_ZERO = Const(0)
+# Masks, and the indices that each varies with.
+Masks = dict[Node, Labels]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Value:
-    """A node whose axes are indices. `wide`: of the dtype in which sums are formed. `owned`: no view of an input."""
+    """A node whose axes are indices: a factor, a product, or where a subscript points.
+
+    Attributes:
+        node: the node.
+        labels: its axes.
+        misses: masks that are false where it means nothing.
+        wide: of the dtype in which sums are formed.
+        owned: no view of an input.
+    """
 
     node: Node
     labels: Labels
+    misses: Masks = field(default_factory=Masks)
     wide: bool = False
     owned: bool = True
-
-
-@dataclass(slots=True)
-class Position:
-    """Where a subscript points: `present` is false where an entry is missing, `inside` where it leaves the axis."""
-
-    node: Node
-    labels: Labels
-    present: Node | None
-    inside: Node | None
 
 
 class GraphWriter:
     """A graph of torch calls under construction.
 
     Args:
-        source: the steps to print.
-        device: type of the device that the tensors are on.
+        kernel: the algorithm to print.
         options: compile options.
         compiled: a compiler fuses the calls; otherwise each runs as it is.
         empty: some index may have no values.
     """
 
-    def __init__(self, source: Graph, device: str, options: Options, *, compiled: bool, empty: bool) -> None:
-        self.source = source
-        self.device_type = device
+    def __init__(self, kernel: Kernel, options: Options, *, compiled: bool, empty: bool) -> None:
+        self.kernel = kernel
+        self.options = options
         self.compiled = compiled
-        self.deterministic = options.deterministic
         self.may_be_empty = empty
-        (self.output,) = source.outputs
+        self.target = store_of(kernel)
+        self.output = self.target.buffer
         self.dtype: torch.dtype = getattr(torch, self.output.dtype)
         self.widens = is_widened(self.dtype)
         # The dtype of products and sums, and the one in which terms of different programs meet.
         self.wide_dtype = wide_dtype(self.dtype)
         self.sum_dtype = self.wide_dtype if options.accumulate == "float32" else self.dtype
-        self.steps = [node for node in source.nodes if isinstance(node, Step | Library)]
-        stores = [store_of(step.kernel) for step in self.steps]
-        self.ends = {loop.index.name: loop.end for step in self.steps for loop in loops_of(step.kernel)}
-        reads = [read for store in stores for read in loads_in_order(*store.subscripts, store.value)]
-        # The axis that a position is inside of.
-        self.axes: dict[tuple[Expr, Expr], tuple[Buffer, int]] = {}
-        for read in reads:
-            for axis, (subscript, extent) in enumerate(zip(read.subscripts, read.buffer.shape, strict=True)):
-                self.axes.setdefault((subscript, extent), (read.buffer, axis))
-        subscripts = [s for access in (*stores, *reads) for s in access.subscripts]
-        self.index_tensors = {read.buffer for read in loads_in_order(*subscripts)}
+        if options.deterministic and self.sum_dtype == torch.float32:
+            # The threads of a CPU add up numbers of float32 in no fixed order.
+            self.sum_dtype = torch.float64
+        self.ends = {loop.index.name: loop.end for loop in loops_of(kernel)}
+        self.written = indices_of(*self.target.subscripts)
         self.graph = CallGraph()
         self.tensors: dict[Buffer, Node] = {}
         self.sizes: dict[str, Node] = {}
-        self.values: dict[Buffer, Value] = {}
         self.axis_sizes: dict[tuple[Buffer, int], Node] = {}
         self.aranges: dict[Expr, Node] = {}
-        self.entries: dict[Load, Position] = {}
-        self.conditions: dict[Expr, tuple[Node, Labels]] = {}
+        self.entries: dict[Load, Value] = {}
+        self.bounded: dict[tuple[Expr, Node | int, bool], Value] = {}
         self.initial: Node | None = None
         self.device: Node | None = None
 
@@ -103,26 +88,26 @@ class GraphWriter:
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         return self.graph.method(name, args, kwargs)
 
-    def parameter(self, stands_for: Buffer | Size) -> Node:
-        return self.graph.argument(stands_for)
-
     def inputs(self) -> None:
-        """Tensors in order, sizes that none of them shows, the initial value."""
-        initial = f"{self.output.name}_initial"
-        tensors = [buffer for buffer in self.source.inputs if buffer.name != initial]
-        for buffer in tensors:
-            self.tensors[buffer] = self.parameter(buffer)
-        for extent in self.source.extents:
-            if extent.buffer is None:
-                self.sizes[extent.size.name] = self.parameter(extent.size)
-        if len(tensors) < len(self.source.inputs):
-            self.initial = self.parameter(self.source.inputs[-1])
+        """Take tensors in order, sizes that none of them shows, the initial value."""
+        target, kernel = self.target, self.kernel
+        for buffer in kernel.inputs:
+            if buffer.name != INITIAL:
+                self.tensors[buffer] = self.graph.argument(buffer)
+        shown: dict[Expr, tuple[Buffer, int]] = {}
+        for read in loads_in_order(*target.subscripts, target.value):
+            for axis, subscript in enumerate(read.subscripts):
+                shown.setdefault(subscript, (read.buffer, axis))
+        hidden = [e for s, e in zip(target.subscripts, self.output.shape, strict=True) if not isinstance(s, Index)]
+        ends = [(loop.end, shown.get(loop.index)) for loop in loops_of(kernel)]
+        for extent, where in [*ends, *((extent, None) for extent in hidden)]:
+            if isinstance(extent, Size):
+                self.sizes[extent.name] = self.axis_size(*where) if where else self.graph.argument(extent)
+        if len(self.tensors) < len(kernel.inputs):
+            self.initial = self.graph.argument(kernel.inputs[-1])
         anchor = next(iter(self.tensors.values()), self.initial)
         if anchor is not None:
             self.device = self.call(getattr, anchor, "device")
-        for extent in self.source.extents:
-            if extent.buffer is not None:
-                self.sizes[extent.size.name] = self.axis_size(extent.buffer, extent.axis)
 
     def axis_size(self, buffer: Buffer, axis: int) -> Node:
         key = (buffer, axis)
@@ -137,16 +122,18 @@ class GraphWriter:
         assert isinstance(extent, Size)
         return self.sizes[extent.name]
 
-    def end(self, label: str) -> Node | int:
-        """Return the extent of an index."""
-        return self.size(self.ends[label])
-
     def shape(self, labels: Labels) -> tuple[Node | int, ...]:
-        return tuple(self.end(label) for label in labels)
+        return tuple(self.size(self.ends[label]) for label in labels)
+
+    def product_of(self, sizes: Iterable[Node | int]) -> Node | int:
+        total: Node | int = 1
+        for size in sizes:
+            total = size if isinstance(total, int) and total == 1 else self.call(operator.mul, total, size)
+        return total
 
     def arange(self, index: Index) -> Node:
         if index not in self.aranges:
-            self.aranges[index] = self.call(torch.arange, self.end(index.name), device=self.device)
+            self.aranges[index] = self.call(torch.arange, *self.shape((index.name,)), device=self.device)
         return self.aranges[index]
 
     def align(self, node: Node, labels: Labels, target: Labels) -> Node:
@@ -159,35 +146,62 @@ class GraphWriter:
                 node = self.method("unsqueeze", node, axis)
         return node
 
-    def both(self, a: Node | None, b: Node | None) -> Node | None:
-        if a is None or b is None:
-            return a if b is None else b
-        return self.call(torch.logical_and, a, b)
+    def expanded(self, node: Node, labels: Labels, target: Labels) -> Node:
+        """Expand a node to exactly these indices."""
+        node = self.align(node, labels, target)
+        return self.method("expand", node, self.shape(target)) if set(target) - set(labels) else node
 
-    def aligned_and(self, parts: Sequence[tuple[Node | None, Labels]], labels: Labels) -> Node | None:
-        result: Node | None = None
-        for node, own in parts:
-            if node is not None:
-                result = self.both(result, self.align(node, own, labels))
-        return result
+    def widen(self, value: Value) -> Node:
+        if self.widens and not value.wide:
+            return self.method("to", value.node, self.wide_dtype)
+        return value.node
 
-    # Subscripts.
+    # Masks.
 
-    def position(self, subscript: Expr) -> Position:
+    def all_of(self, masks: Masks, labels: Labels) -> Node | None:
+        """Where all masks hold, over some indices; `None`: there is none."""
+        total: Node | None = None
+        for mask, own in masks.items():
+            node = self.align(mask, own, labels)
+            total = node if total is None else self.call(torch.logical_and, total, node)
+        return total
+
+    def some(self, masks: Masks, free: Labels) -> Masks:
+        """Where, over some indices, all masks hold for any value of the others."""
+        groups: list[Masks] = []
+        for mask, labels in masks.items():
+            # Those that share an index that is not kept meet before it goes.
+            over = set(labels) - set(free)
+            near = [group for group in groups if any(over & set(own) for own in group.values())]
+            groups = [
+                *(g for g in groups if g not in near),
+                {m: x for g in (*near, {mask: labels}) for m, x in g.items()},
+            ]
+        found = Masks()
+        for group in groups:
+            labels = tuple(dict.fromkeys(label for own in group.values() for label in own))
+            node, axes = self.all_of(group, labels), [at for at, label in enumerate(labels) if label not in free]
+            assert node is not None
+            node = self.call(torch.any, node, tuple(axes)) if axes else node
+            found[node] = tuple(label for label in labels if label in free)
+        return found
+
+    # Reads.
+
+    def position(self, subscript: Expr) -> Value:
         """Evaluate a subscript for all combinations of its indices."""
         if isinstance(subscript, Load):
             return self.entry(subscript)
-        labels = indices_of(subscript)
+        labels, misses = indices_of(subscript), Masks()
         terms, offset = affine_terms(subscript)
         total: Node | None = None
-        present: list[tuple[Node | None, Labels]] = []
         for coefficient, atom in terms:
             if isinstance(atom, Index):
                 part, own = self.arange(atom), (atom.name,)
             else:
                 assert isinstance(atom, Load)
                 entry = self.entry(atom)
-                present.append((entry.present, entry.labels))
+                misses |= entry.misses
                 part, own = self.method("to", entry.node, torch.int64), entry.labels
             part = self.align(part, own, labels)
             if coefficient != 1:
@@ -197,170 +211,84 @@ class GraphWriter:
             total = self.call(torch.full, (), offset, dtype=torch.int64, device=self.device)
         elif offset:
             total = self.call(operator.add, total, offset)
-        return Position(total, labels, self.aligned_and(present, labels), None)
+        return Value(total, labels, misses)
 
-    def entry(self, read: Load) -> Position:
-        """Entries of an index tensor; -1 and reads outside its bounds are not present."""
-        if read in self.entries:
-            return self.entries[read]
-        node, labels, present, inside = self.read(read)
-        present = self.both(present, inside)
-        if read.buffer.facts.masked is not False or present is not None:
-            present = self.both(present, self.call(operator.ge, node, 0))
-            self.entries[read] = Position(node, labels, present, None)
-        return Position(node, labels, present, None)
+    def entry(self, read: Load) -> Value:
+        """Entries of an index tensor; -1 and reads outside its bounds miss."""
+        if read not in self.entries:
+            value = self.read(read)
+            misses = dict(value.misses)
+            if read.buffer.facts.masked is not False:
+                misses[self.call(operator.ge, value.node, 0)] = value.labels
+            self.entries[read] = Value(value.node, value.labels, misses)
+        return self.entries[read]
 
-    def bounds(self, subscript: Expr, at: Position, size: Node | int, *, nested: bool) -> Position:
-        """Add `inside` where a position may leave its axis, and clamp it so that it is safe to read at."""
-        if nested or not isinstance(subscript, Load):
-            inside = self.call(
-                torch.logical_and, self.call(operator.ge, at.node, 0), self.call(operator.lt, at.node, size)
-            )
-            top = self.call(operator.sub, size, 1)
-            return Position(self.call(torch.clamp, at.node, 0, top), at.labels, at.present, inside)
-        if at.present is not None:
-            return Position(self.call(torch.clamp, at.node, min=0), at.labels, at.present, None)
-        return at
+    def place(self, subscript: Expr, size: Node | int, *, checked: bool) -> Value:
+        """Where a subscript points along an axis, clamped where it misses so that it is safe to use.
 
-    def read(self, read: Load) -> tuple[Node, Labels, Node | None, Node | None]:
-        """Read a tensor for all combinations of its indices; the masks say where the value means nothing."""
-        source, buffer = self.tensors[read.buffer], read.buffer
-        addressed = scattered_axes(read.subscripts)
+        Args:
+            subscript: the subscript.
+            size: of the axis.
+            checked: whether an affine subscript may leave the axis.
+        """
+        key = subscript, size, checked
+        if key not in self.bounded:
+            at = self.position(subscript)
+            node, misses = at.node, dict(at.misses)
+            affine = not isinstance(subscript, Index | Load)
+            if affine and checked:
+                low, high = self.call(operator.ge, node, 0), self.call(operator.lt, node, size)
+                misses[self.call(torch.logical_and, low, high)] = at.labels
+            if affine and misses:
+                node = self.call(torch.clamp, node, 0, self.call(operator.sub, size, 1))
+            elif misses:
+                node = self.call(torch.clamp, node, min=0)
+            self.bounded[key] = Value(node, at.labels, misses)
+        return self.bounded[key]
+
+    def indexing(self, places: Mapping[int, Value]) -> tuple[list[Node | None], Labels, int]:
+        """What torch indexes with, for places by axis: a list, the indices of its tensors, and where they go."""
+        labels = tuple(dict.fromkeys(label for at in places.values() for label in at.labels))
+        first, last = min(places), max(places)
+        listed = [
+            self.align(places[n].node, places[n].labels, labels) if n in places else None for n in range(last + 1)
+        ]
+        return listed, labels, first if last - first < len(places) else 0
+
+    def read(self, read: Load) -> Value:
+        """Read a tensor for all combinations of its indices."""
+        source, addressed = self.tensors[read.buffer], scattered_axes(read.subscripts)
         plain = plain_labels([s for axis, s in enumerate(read.subscripts) if axis not in addressed])
         if not addressed:
-            return source, plain, None, None
-        positions: list[Position] = []
-        for axis in addressed:
-            subscript = read.subscripts[axis]
-            at = self.position(subscript)
-            if not isinstance(subscript, Index):
-                at = self.bounds(subscript, at, self.axis_size(buffer, axis), nested=buffer in self.index_tensors)
-            positions.append(at)
-        union = tuple(dict.fromkeys(label for at in positions for label in at.labels))
-        present = self.aligned_and([(at.present, at.labels) for at in positions], union)
-        inside = self.aligned_and([(at.inside, at.labels) for at in positions], union)
-        if len(addressed) == 1:
-            node, labels = self.select(source, addressed[0], positions[0], plain)
+            return Value(source, plain, owned=False)
+        subscripts, buffer = read.subscripts, read.buffer
+        places = {n: self.place(subscripts[n], self.axis_size(buffer, n), checked=True) for n in addressed}
+        listed, labels, at = self.indexing(places)
+        if len(places) == 1 and labels and not self.compiled:
+            # The fastest gather there is. The method, as other packages replace torch's function by their own.
+            flat = listed[at] if len(labels) == 1 else self.method("reshape", listed[at], -1)
+            node = self.method("index_select", source, at, flat)
+            node = node if len(labels) == 1 else self.method("unflatten", node, at, self.shape(labels))
         else:
-            order = [*addressed, *(i for i in range(len(read.subscripts)) if i not in addressed)]
-            if order != sorted(order):
-                source = self.method("permute", source, order)
-            at = tuple(self.align(p.node, p.labels, union) for p in positions)
-            node, labels = self.call(torch.ops.aten.index.Tensor, source, list(at)), union + plain
-        present = None if present is None else self.align(present, union, labels)
-        inside = None if inside is None else self.align(inside, union, labels)
-        return node, labels, present, inside
+            node = self.call(torch.ops.aten.index.Tensor, source, listed)
+        return Value(node, (*plain[:at], *labels, *plain[at:]), united([*places.values()]))
 
-    def select(self, source: Node, axis: int, at: Position, plain: Labels) -> tuple[Node, Labels]:
-        """Read along one axis; the library's `index_select` is the fastest gather there is."""
-        labels = (*plain[:axis], *at.labels, *plain[axis:])
-        if self.compiled and at.labels:
-            # Flattened, the index would be taken apart again by divisions in the generated kernel.
-            return self.call(torch.ops.aten.index.Tensor, source, [*[None] * axis, at.node]), labels
-        flat = at.node if len(at.labels) == 1 else self.method("reshape", at.node, -1)
-        # The method, because other packages put a function of their own in place of torch's.
-        node = self.method("index_select", source, axis, flat)
-        if len(at.labels) > 1:
-            node = self.method("unflatten", node, axis, self.shape(at.labels))
-        elif not at.labels:
-            node = self.method("squeeze", node, axis)
-        return node, labels
+    def keep_out(self, value: Value, misses: Masks) -> Value:
+        """Zero a value where a mask is false; the masks vary with indices of its own."""
+        mask = self.all_of(misses, value.labels)
+        if mask is None:
+            return value
+        return Value(self.call(torch.where, mask, value.node, 0), value.labels, wide=value.wide)
 
-    # Conditions.
+    def number(self, number: float) -> Value:
+        return Value(self.call(torch.full, (), number, dtype=self.dtype, device=self.device), ())
 
-    def added_conditions(self, access: Load | Store) -> list[Expr]:
-        """Return the conditions of a read or a write, without those of its own address."""
-        every = conjuncts(access.where)
-        own: set[Expr] = set()
-        bounded: set[Expr] = set()
-        for subscript, extent in zip(access.subscripts, access.buffer.shape, strict=True):
-            own |= {Op("at_least", (entry, _ZERO)) for entry in entries(subscript)}
-            if not isinstance(subscript, Index | Load):
-                own |= {Op("at_least", (subscript, _ZERO)), Op("less", (subscript, extent))}
-        for condition in every:
-            if isinstance(condition, Op) and condition.name == "less":
-                bounded.add(condition.args[0])
-        lower = {Op("at_least", (position, _ZERO)) for position in bounded}
-        return [condition for condition in every if condition not in own and condition not in lower]
+    def times(self, value: Value, number: float) -> Value:
+        if number == 1:
+            return value
+        return Value(self.call(operator.mul, self.widen(value), number), value.labels, wide=self.widens)
 
-    def holds(self, condition: Expr) -> tuple[Node, Labels]:
-        """Where, over the indices that it depends on, a condition holds."""
-        if condition not in self.conditions:
-            self.conditions[condition] = self._holds(condition)
-        return self.conditions[condition]
 
-    def _holds(self, condition: Expr) -> tuple[Node, Labels]:
-        if isinstance(condition, Load):
-            return self.values[condition.buffer].node, plain_labels(condition.subscripts)
-        assert isinstance(condition, Op)
-        subject = condition.args[0]
-        if condition.name == "less":
-            at = self.position(subject)
-            at = self.bounds(subject, at, self.axis_size(*self.axes[subject, condition.args[1]]), nested=True)
-            found = self.both(at.present, at.inside)
-        else:
-            assert condition.name == "at_least"
-            assert isinstance(subject, Load)
-            at = self.entry(subject)
-            found = at.present
-        assert found is not None
-        return found, at.labels
-
-    def some(self, conditions: Sequence[Expr], free: Labels) -> tuple[Node, Labels] | None:
-        """Where, over some indices, all conditions hold for any value of the others."""
-        groups: list[list[tuple[Node, Labels]]] = []
-        for part in map(self.holds, conditions):
-            # Parts that share an index that is not kept meet before it goes.
-            over = set(part[1]) - set(free)
-            near = [group for group in groups if any(over & set(labels) for _, labels in group)]
-            groups = [group for group in groups if group not in near] + [[*(p for g in near for p in g), part]]
-        parts: list[tuple[Node | None, Labels]] = []
-        for group in groups:
-            labels = tuple(dict.fromkeys(label for _, own in group for label in own))
-            node = self.aligned_and(group, labels)
-            axes = tuple(axis for axis, label in enumerate(labels) if label not in free)
-            if axes:
-                node = self.call(torch.any, node, axes)
-            parts.append((node, tuple(label for label in labels if label in free)))
-        labels = tuple(dict.fromkeys(label for _, own in parts for label in own))
-        found = self.aligned_and(parts, labels)
-        return None if found is None else (found, labels)
-
-    # Values.
-
-    def operand(self, value: Expr) -> Value:
-        """Return a factor: an input that is read as it is, an intermediate result, or a number."""
-        if isinstance(value, Const):
-            return Value(self.call(torch.full, (), value.value, dtype=self.dtype, device=self.device), ())
-        assert isinstance(value, Load)
-        labels = plain_labels(value.subscripts)
-        if value.buffer in self.values:
-            stored = self.values[value.buffer]
-            return Value(stored.node, labels, stored.wide, stored.owned)
-        return Value(self.tensors[value.buffer], labels, owned=False)
-
-    def widen(self, value: Value) -> Node:
-        if self.widens and not value.wide:
-            return self.method("to", value.node, self.wide_dtype)
-        return value.node
-
-    def extent(self, labels: Labels) -> Node | int:
-        """Count the values of several indices together."""
-        total: Node | int = 1
-        for label in labels:
-            size = self.end(label)
-            total = size if isinstance(total, int) and total == 1 else self.call(operator.mul, total, size)
-        return total
-
-    def product(self, sizes: Sequence[Node | int]) -> Node | int:
-        total: Node | int = sizes[0]
-        for size in sizes[1:]:
-            total = self.call(operator.mul, total, size)
-        return total
-
-    def expanded(self, value: Value, labels: Labels) -> Node:
-        """Expand a value to exactly these indices."""
-        node = self.align(value.node, value.labels, labels)
-        if set(labels) - set(value.labels):
-            node = self.method("expand", node, self.shape(labels))
-        return node
+def united(values: Sequence[Value]) -> Masks:
+    """The masks of several values."""
+    return {mask: labels for value in values for mask, labels in value.misses.items()}

@@ -3,156 +3,128 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 
 import torch
 
-from insum_nn.compiler.codegen.aten_read import GraphWriter, Node, Position, Value
-from insum_nn.compiler.ir.access import Labels, plain_labels, scattered_axes
-from insum_nn.compiler.ir.nodes import Index, Kernel, Load, Store
+from insum_nn.compiler.codegen.aten_read import GraphWriter, Masks, Node, Value, united
+from insum_nn.compiler.ir.access import plain_labels, scattered_axes
+from insum_nn.compiler.ir.nodes import Index
+from insum_nn.compiler.lang.combining import Combining
 
-__all__ = ["Addresses", "OutputWriter"]
-
-
-@dataclass(slots=True)
-class Addresses:
-    """Where a store's terms go.
-
-    Attributes:
-        axes: the axes of the output that values address.
-        sizes: their extents.
-        flat: one position for each term over those axes.
-        labels: the indices that positions vary with.
-        valid: where a position is one.
-        rest: the indices of the other axes.
-    """
-
-    axes: tuple[int, ...]
-    sizes: tuple[Node | int, ...]
-    flat: Node
-    labels: Labels
-    valid: Node | None
-    rest: Labels
+__all__ = ["OutputWriter"]
 
 
 class OutputWriter(GraphWriter):
-    """Writes the last step of a sum."""
+    """Writes what a statement forms."""
 
-    def write_sum(self, kernel: Kernel, store: Store) -> Node:
-        value = self.operand(store.value)
-        live = self.some(self.added_conditions(store), value.labels)
-        if scattered_axes(store.subscripts):
-            return self.scatter(kernel, store, value, live)
-        return self.write(store, self.without_terms(value, live))
+    def addresses(self) -> dict[int, Value]:
+        """Where terms go along the axes that values address."""
+        subscripts, shape = self.target.subscripts, self.output.shape
+        axes = scattered_axes(subscripts)
+        return {n: self.place(subscripts[n], self.size(shape[n]), checked=self.kernel.exact) for n in axes}
 
-    def without_terms(self, value: Value, live: tuple[Node, Labels] | None) -> Value:
-        """Zero a value where every term misses."""
-        if live is None:
-            return value
-        node = self.call(torch.where, self.align(*live, value.labels), value.node, 0)
-        return Value(node, value.labels, wide=value.wide)
+    def write_sum(self, value: Value, misses: Masks) -> Node:
+        """Add a value to the output.
 
-    def write(self, store: Store, value: Value) -> Node:
-        labels = plain_labels(store.subscripts)
-        if self.initial is not None:
-            node = self.align(self.widen(value), value.labels, labels)
-            initial = self.method("to", self.initial, self.wide_dtype) if self.widens else self.initial
-            return self.finish(self.call(operator.add, initial, node), owned=True)
-        missing = set(labels) - set(value.labels)
-        return self.finish(self.expanded(value, labels), owned=value.owned and not missing)
-
-    def scatter(self, kernel: Kernel, store: Store, value: Value, live: tuple[Node, Labels] | None) -> Node:
-        to = self.addresses(kernel, store)
-        valid, flat = to.valid, to.flat
-        if live is not None and valid is not None and set(live[1]) <= set(to.labels):
-            valid = self.aligned_and([(valid, to.labels), live], to.labels)
-        else:
-            value = self.without_terms(value, live)
-        axis = to.axes[0] if len(to.axes) == 1 else 0
-        before, after = to.rest[:axis], to.rest[axis:]
-        arranged = (*before, *to.labels, *after)
-        node = self.method("to", value.node, self.sum_dtype) if self.widens else value.node
-        node = self.expanded(Value(node, value.labels), arranged)
+        Args:
+            value: what is added, over indices of the output.
+            misses: masks of terms that take no part.
+        """
+        places = self.addresses()
+        listed, labels, at = self.indexing(places) if places else ([], (), 0)
+        rest = plain_labels([s for axis, s in enumerate(self.target.subscripts) if axis not in places])
+        arranged = (*rest[:at], *labels, *rest[at:])
+        valid = self.all_of({**misses, **united([*places.values()])}, arranged)
+        dtype = self.sum_dtype if places else self.wide_dtype
+        node, initial = value.node, self.initial
+        if dtype != self.dtype:
+            node = self.method("to", node, dtype)
+            initial = None if initial is None else self.method("to", initial, dtype)
+        node = self.align(node, value.labels, arranged)
         if valid is not None:
-            node = self.call(torch.where, self.align(valid, to.labels, arranged), node, 0)
-            flat = self.call(torch.where, valid, flat, 0)
-        if self.compiled and len(to.labels) > 1:
-            # Kept as it is, the address needs no divisions in the generated kernel.
-            node = self.call(torch.ops.aten.index_put.default, self.base(to), (*[None] * axis, flat), node, True)
-            return self.finish(self.restore(node, to), owned=True)
-        if len(to.labels) != 1:
-            flat = self.method("reshape", flat, -1)
-            node = self.method("reshape", node, (*self.shape(before), self.extent(to.labels), *self.shape(after)))
-        base = self.base(to)
-        return self.finish(self.restore(self.add(base, axis, flat, node), to), owned=True)
+            node = self.call(torch.where, valid, node, 0)
+        if places:
+            if initial is None:
+                initial = self.call(torch.zeros, self.output_shape(), dtype=dtype, device=self.device)
+            return self.finish(self.call(torch.ops.aten.index_put.default, initial, listed, node, True))
+        if initial is not None:
+            return self.finish(self.call(operator.add, initial, node))
+        missing = set(arranged) - set(value.labels)
+        if missing:
+            node = self.method("expand", node, self.shape(arranged))
+        return self.finish(node, owned=not missing and (value.owned or valid is not None))
 
-    def add(self, base: Node, axis: int, flat: Node, node: Node) -> Node:
-        if self.deterministic and self.device_type == "cuda":
-            # On a GPU the accumulating index_put sorts the addresses first, so its order of summation is fixed.
-            places = (None,) * axis + (flat,)
-            return self.call(torch.ops.aten.index_put.default, base, places, node, True)
-        if self.initial is None and not self.compiled:
-            # Nothing else refers to the zeros.
-            return self.method("index_add_", base, axis, flat, node)
-        return self.call(torch.index_add, base, axis, flat, node)
+    def output_shape(self) -> tuple[Node | int, ...]:
+        return tuple(map(self.size, self.output.shape))
 
-    def base(self, to: Addresses) -> Node:
-        """Return what is added to: the output; several scattered axes are one, the first."""
-        in_place = len(to.axes) == 1
-        axis = to.axes[0] if in_place else 0
-        if self.initial is None:
-            total = self.product(to.sizes)
-            before, after = self.shape(to.rest[:axis]), self.shape(to.rest[axis:])
-            return self.call(torch.zeros, (*before, total, *after), dtype=self.sum_dtype, device=self.device)
-        initial = self.method("to", self.initial, self.sum_dtype) if self.widens else self.initial
-        if in_place:
-            return initial
-        order = [*to.axes, *(i for i in range(len(self.output.shape)) if i not in to.axes)]
-        moved = self.method("permute", initial, order)
-        return self.method("reshape", moved, (self.product(to.sizes), *self.shape(to.rest)))
-
-    def restore(self, node: Node, to: Addresses, *, in_front: bool = False) -> Node:
-        """Undo the gathering of scattered axes at the front."""
-        if len(to.axes) == 1 and not in_front:
-            return node
-        node = self.method("reshape", node, (*to.sizes, *self.shape(to.rest)))
-        order = [*to.axes, *(i for i in range(len(self.output.shape)) if i not in to.axes)]
-        inverse = [order.index(axis) for axis in range(len(order))]
-        return node if inverse == sorted(inverse) else self.method("permute", node, inverse)
-
-    def addresses(self, kernel: Kernel, store: Store) -> Addresses:
-        """Compute one flat position for each term over the scattered axes."""
-        axes = scattered_axes(store.subscripts)
-        positions: list[Position] = []
-        sizes: list[Node | int] = []
-        for axis in axes:
-            subscript = store.subscripts[axis]
-            at = self.position(subscript)
-            size = self.size(store.buffer.shape[axis])
-            if not isinstance(subscript, Index | Load) and kernel.exact:
-                at = self.bounds(subscript, at, size, nested=False)
-            elif at.present is not None:
-                at = Position(self.call(torch.clamp, at.node, min=0), at.labels, at.present, None)
-            if len(axes) > 1 and isinstance(subscript, Load) and subscript.buffer.dtype == "int32":
-                # A position over several axes may exceed an int32.
-                at = Position(self.method("to", at.node, torch.int64), at.labels, at.present, at.inside)
-            positions.append(at)
-            sizes.append(size)
-        labels = tuple(dict.fromkeys(label for at in positions for label in at.labels))
-        masks = [(mask, at.labels) for at in positions for mask in (at.present, at.inside)]
-        valid = self.aligned_and(masks, labels)
-        flat: Node | None = None
-        for at, size in zip(positions, sizes, strict=True):
-            part = self.align(at.node, at.labels, labels)
-            flat = part if flat is None else self.call(operator.add, self.call(operator.mul, flat, size), part)
-        assert flat is not None
-        rest = plain_labels([s for axis, s in enumerate(store.subscripts) if axis not in axes])
-        return Addresses(axes, tuple(sizes), flat, labels, valid, rest)
-
-    def finish(self, node: Node, *, owned: bool) -> Node:
+    def finish(self, node: Node, *, owned: bool = True) -> Node:
         """Return a contiguous tensor of the factors' dtype that is no view of another."""
-        if self.widens:
+        if self.widens or self.sum_dtype != self.dtype:
             node = self.method("to", node, self.dtype)
         if owned:
             return self.method("contiguous", node)
         return self.method("clone", node, memory_format=torch.contiguous_format)
+
+    def write_extremum(self, value: Value, mode: Combining) -> Node:
+        """Write an extremum of terms: cells without a term stay at 0, or at their initial value.
+
+        Args:
+            value: the terms.
+            mode: which extremum.
+        """
+        identity, places, written = mode.identity_of(self.dtype), self.addresses(), self.written
+        labels = (*written, *(label for label in self.ends if label not in written))
+        node = self.method("to", value.node, self.dtype) if self.widens else value.node
+        node = self.expanded(node, value.labels, labels)
+        valid = self.all_of({**value.misses, **united([*places.values()])}, labels)
+        if valid is not None:
+            valid = self.method("expand", valid, self.shape(labels))
+            node = self.call(torch.where, valid, node, identity)
+        over = list(range(len(written), len(labels)))
+        if valid is None and (places or (over and self.may_be_empty)):
+            valid = self.call(torch.ones, self.shape(labels), dtype=torch.bool, device=self.device)
+        if over:
+            if self.may_be_empty:
+                # Where there is no number torch has no extremum.
+                node = self.call(torch.constant_pad_nd, node, [0, 1] * len(over), identity)
+            node = self.call(mode.reduce, node, over)
+            valid = None if valid is None else self.call(torch.any, valid, tuple(over))
+        if places:
+            assert valid is not None
+            at = self.method("reshape", self.cells(places), -1)
+            node = self.meet(at, node, self.dtype, identity, mode.scatter)
+            valid = self.meet(at, self.method("to", valid, torch.int32), torch.int32, 0, "amax")
+            valid = self.call(operator.gt, valid, 0)
+        else:
+            order = plain_labels(self.target.subscripts)
+            node = self.align(node, written, order)
+            valid = None if valid is None else self.align(valid, written, order)
+        if self.initial is not None:
+            best = self.call(mode.pair, self.initial, node)
+            node = best if valid is None else self.call(torch.where, valid, best, self.initial)
+        elif valid is not None:
+            node = self.call(torch.where, valid, node, 0)
+        return self.finish(node, owned=self.initial is not None or valid is not None or bool(over) or value.owned)
+
+    def cells(self, places: dict[int, Value]) -> Node:
+        """The cell of the output, counted through all of it, for all combinations of the written indices."""
+        total: Node | None = None
+        for axis, (subscript, extent) in enumerate(zip(self.target.subscripts, self.output.shape, strict=True)):
+            if axis in places:
+                part, own = self.method("to", places[axis].node, torch.int64), places[axis].labels
+            else:
+                assert isinstance(subscript, Index)
+                part, own = self.arange(subscript), (subscript.name,)
+            part = self.align(part, own, self.written)
+            scaled = None if total is None else self.call(operator.mul, total, self.size(extent))
+            total = part if scaled is None else self.call(operator.add, scaled, part)
+        assert total is not None
+        return self.method("expand", total, self.shape(self.written))
+
+    def meet(self, at: Node, node: Node, dtype: torch.dtype, start: float, how: str) -> Node:
+        """The extremum of what meets in each cell of the output."""
+        cells = self.product_of(self.output_shape())
+        base = self.call(torch.full, (cells,), start, dtype=dtype, device=self.device)
+        node = self.method("reshape", node, -1)
+        node = self.call(torch.scatter_reduce, base, 0, at, node, how, include_self=True)
+        return self.method("reshape", node, self.output_shape())

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from insum_nn.compiler.codegen.c_prelude import literal, number_of
 from insum_nn.compiler.codegen.c_values import NotInC, Pieces, Range, Slot, Values
 from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Kernel, Load, Loop, Op, Size, Store, conjuncts, walk
+from insum_nn.compiler.ir.graph import factors_of
+from insum_nn.compiler.ir.nodes import Buffer, Expr, Kernel, Load, Loop, Op, Size, Store, conjuncts, walk
 from insum_nn.compiler.ir.verify import verify_kernel
-from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
 from insum_nn.compiler.passes.cpu.lower import lower
 from insum_nn.compiler.passes.cpu.place_lanes import extent_of, steps_of
 from insum_nn.compiler.passes.cpu.transpose_operands import Transposed, transpose_operands
@@ -302,7 +302,7 @@ class _Printer(Values):
     def products(self, slot: Slot, row: int, stores: Sequence[Store]) -> None:
         groups: dict[tuple[tuple[Expr, ...], Range | None, tuple[Expr, ...]], list[str]] = {}
         for store in stores:
-            factors = factors_of_value(store.value)
+            factors = factors_of(store.value)
             lanes = tuple(f for f in factors if self.varies(f))
             # Numbers that are known outside are multiplied first.
             rest = sorted([f for f in factors if f not in lanes], key=self.depth)
@@ -341,7 +341,7 @@ class _Printer(Values):
         """Whether a row that takes no part adds 0: where no one may see what it is multiplied by."""
         if self.kernel.exact or self.mode != "add":
             return False
-        every = factors_of_value(store.value)
+        every = factors_of(store.value)
         if any(isinstance(f, Op) for f in every):
             return False
         factors = [f for f in every if isinstance(f, Load) and self.blocked(f)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from insum_nn.compiler.codegen.c_prelude import Helpers, literal
 from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Cast,
@@ -26,7 +26,6 @@ from insum_nn.compiler.ir.nodes import (
     walk,
 )
 from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
-from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
 from insum_nn.compiler.passes.cpu.lower import Lowered
 from insum_nn.compiler.passes.cpu.place_lanes import extent_of, place_lanes, steps_of
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
@@ -191,7 +190,8 @@ class Values:
             return f"({args[0]} {_SIGNS.get(value.name, '/')} {args[1]})"
         if width > 1:
             zero = self.helpers.zero(width)
-            args = [text if self.varies(arg) else f"({text} + {zero})" for text, arg in zip(args, value.args, strict=True)]
+            pairs = zip(args, value.args, strict=True)
+            args = [text if self.varies(arg) else f"({text} + {zero})" for text, arg in pairs]
         return f"{self.helpers.of_numbers(value.name, width)}({', '.join(args)})"
 
     # Addresses.
@@ -421,7 +421,7 @@ def _plain_lookups(load: Load) -> bool:
 
 def _applied(value: Expr) -> list[Op]:
     """The factors of a product that are functions of numbers."""
-    return [factor for factor in factors_of_value(value) if isinstance(factor, Op) and not is_integer(factor)]
+    return [factor for factor in factors_of(value) if isinstance(factor, Op) and not is_integer(factor)]
 
 
 def is_integer(value: Expr) -> bool:

@@ -9,7 +9,6 @@ import builtins
 import keyword
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.ir.nodes import Buffer, Size
+from insum_nn.compiler.lang import functions
 from insum_nn.locks import cached_property
 
 __all__ = ["Call", "CallGraph"]
@@ -78,6 +78,7 @@ class CallGraph:
         arguments: what it takes, and what that stands for.
         calls: of functions and methods.
         output: whose value it returns.
+        decisions: the choices that led to the calls: about what, which, and why.
     """
 
     output: Call
@@ -86,6 +87,7 @@ class CallGraph:
         self.arguments: list[tuple[Call, Buffer | Size]] = []
         self.calls: list[Call] = []
         self.counts: dict[str, int] = {}
+        self.decisions: list[tuple[str, str, str]] = []
 
     # Recording.
 
@@ -132,9 +134,8 @@ class CallGraph:
     @cached_property
     def forward(self) -> Callable[..., Tensor]:
         """Compile the function."""
-        modules = {_module_of(call.target) for call in self.calls if call.kind == "function"}
-        names: dict[str, Any] = {name.rpartition(".")[2]: sys.modules[name] for name in modules if name}
-        names.update(torch=torch, inf=math.inf, nan=math.nan)
+        names: dict[str, Any] = {"torch": torch, "operator": operator, "inf": math.inf, "nan": math.nan}
+        names["functions"] = functions
         exec(compile(self._text(free=True), "<insum_nn library calls>", "exec"), names)
         return names["forward"]  # type: ignore[no-any-return]
 
@@ -175,17 +176,12 @@ def _name_of(target: Any) -> str:
     """Return the text by which a function is called."""
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
-    module = _module_of(target)
-    if module:
-        return f"{module.rpartition('.')[2]}.{target.__name__}"
     name = target.__name__
+    if getattr(target, "__module__", None) == "_operator":
+        return f"operator.{name}"
+    if target.__module__ == functions.__name__:
+        return f"functions.{name}"
     for place, where in (("torch", torch), ("torch.nn.functional", torch.nn.functional)):
         if target is getattr(where, name, None):
             return f"{place}.{name}"
     raise AssertionError(f"no name for {target}")
-
-
-def _module_of(target: Any) -> str:
-    """Return the module of one of our functions, or of Python's operators; empty for torch's."""
-    module = getattr(target, "__module__", None) or ""
-    return "operator" if module == "_operator" else module if module.startswith("insum_nn.") else ""

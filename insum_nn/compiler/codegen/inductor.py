@@ -172,7 +172,7 @@ def compile_graph(
     """Compile a graph for all sizes of a class.
 
     Args:
-        graph: torch calls, as `fx_lowering` writes them.
+        graph: torch calls, as `codegen.aten` prints them.
         bound: what the graph was lowered from.
         options: compile options.
         integers: names and values of the graph's integer arguments.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.explain.html import Section, Table, page, panel
-from insum_nn.compiler.explain.library import choices_of, torch_code
+from insum_nn.compiler.explain.library import torch_code
 from insum_nn.compiler.explain.loop_nest import (
     ExtentSource,
     clip,
@@ -35,7 +35,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import Executable
 from insum_nn.compiler.runtime.library.inductor_program import split_arguments
-from insum_nn.compiler.runtime.library.programs import extent_arguments, library_calls_of
+from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of
 from insum_nn.errors import InsumBackendError
 from insum_nn.facts import IndexFacts
 
@@ -158,7 +158,7 @@ class Explanation:
             bound, extents = self._bound, self._sizes
             assert bound is not None
             assert extents is not None
-            graph = library_calls_of(bound, extents, self.options, compiled=True).graph
+            graph = library_calls_of(bound, extents, self.options, compiled=True)
             try:
                 tensors, integers, initial = split_arguments(bound, _stand_ins(bound, self.tensors, extents))
                 found = inductor.kernel_sources(graph, bound, self.options, integers, tensors, initial)
@@ -365,7 +365,7 @@ def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor],
         assert isinstance(program.run, Generated)
         return program.run.described(tensors, extents, initial)
     schedule = f"{'kernels' if program.backend == 'inductor' else 'library calls'} over the whole index space"
-    return Description(schedule, choices=choices_of(library), torch_code=torch_code(library))
+    return Description(schedule, choices=tuple(library.decisions), torch_code=torch_code(program.bound, library))
 
 
 # Tensors.
@@ -402,10 +402,7 @@ def _stand_ins(bound: Bound, rows: Sequence[TensorRow], extents: Extents) -> lis
         return torch.zeros((), dtype=row.dtype, device=row.device).expand(row.shape)
 
     count = len(bound.layout.tensors)
-    indices, axes = extent_arguments(bound)
-    integers = [extents.indices[bound.layout.indices.index(name)] for name in indices]
-    integers += [extents.output[axis] for axis in axes]
-    return [*map(stand_in, rows[:count]), *integers, *map(stand_in, rows[count:])]
+    return [*map(stand_in, rows[:count]), *integers_of(bound, extents), *map(stand_in, rows[count:])]
 
 
 # Text.

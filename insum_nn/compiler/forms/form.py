@@ -23,7 +23,7 @@ from insum_nn.compiler.ir.build import OUTPUT, build
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, operands, replacing
 from insum_nn.compiler.lang.bind import Bound, Extents
-from insum_nn.compiler.lang.syntax import Access, Apply, Factor, leaves
+from insum_nn.compiler.lang.syntax import Apply, Factor, Number, leaves
 from insum_nn.compiler.passes import own_rows
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.passes.own_rows import ROW
@@ -339,7 +339,7 @@ def make_form(
     statement = bound.statement
     if not bound.dtype.is_floating_point:
         raise FormError("factors are integers")
-    if not any(isinstance(leaf, Access) for factor in statement.factors if not _is_one(factor) for leaf in leaves(factor)):
+    if all(isinstance(leaf, Number) for factor in statement.factors if not _is_one(factor) for leaf in leaves(factor)):
         raise FormError("no tensor is read")
     names = names_of(statement)
     extents = Extents(tuple([sizes[name] for name in bound.layout.indices]), tuple(output))

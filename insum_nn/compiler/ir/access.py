@@ -1,21 +1,17 @@
-"""What a read or write says about its tensor: the indices it varies with, the axes it addresses, where it may miss."""
+"""What a read or write says about its tensor: the indices it varies with, and the axes it addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op, conjuncts
+from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op
 
 __all__ = [
     "Labels",
     "affine_terms",
-    "entries",
     "indices_of",
-    "inside",
     "loads_in_order",
-    "miss_conditions",
     "plain_labels",
-    "present",
     "scattered_axes",
 ]
 
@@ -57,13 +53,6 @@ def affine_terms(subscript: Expr) -> tuple[list[tuple[int, Expr]], int]:
     return [(1, subscript)], 0
 
 
-def entries(subscript: Expr) -> Iterator[Load]:
-    """Yield the reads of index tensors in a subscript, without those nested inside of them."""
-    for _, atom in affine_terms(subscript)[0]:
-        if isinstance(atom, Load):
-            yield atom
-
-
 def scattered_axes(subscripts: Sequence[Expr]) -> tuple[int, ...]:
     """Return the axes that are addressed by a value rather than by an index of their own."""
     computed = {name for s in subscripts if not isinstance(s, Index) for name in indices_of(s)}
@@ -77,37 +66,6 @@ def scattered_axes(subscripts: Sequence[Expr]) -> tuple[int, ...]:
 def plain_labels(subscripts: Sequence[Expr]) -> Labels:
     """Return the indices of subscripts that are nothing but indices."""
     return tuple(s.name for s in subscripts if isinstance(s, Index))
-
-
-def present(entry: Load) -> Expr:
-    """Return the condition that an entry of an index tensor is not missing."""
-    return Op("at_least", (entry, Const(0)))
-
-
-def inside(subscript: Expr, extent: Expr) -> Expr:
-    """Return the condition that a position lies inside of its axis."""
-    return Op("and", (Op("at_least", (subscript, Const(0))), Op("less", (subscript, extent))))
-
-
-def miss_conditions(read: Load) -> tuple[Expr, ...]:
-    """Return the conditions of a read not to miss, one for each way to miss, those of its index tensors first.
-
-    A constant subscript lies inside of its tensor, and so does what an index tensor alone says. What is read at indices
-    alone, such as a function that an earlier step made, misses where its own condition does not hold.
-    """
-    if all(isinstance(subscript, Index) for subscript in read.subscripts):
-        return conjuncts(read.where)
-    return tuple(dict.fromkeys(_conditions(read)))
-
-
-def _conditions(read: Load) -> Iterator[Expr]:
-    for subscript, extent in zip(read.subscripts, read.buffer.shape, strict=True):
-        for entry in entries(subscript):
-            yield from _conditions(entry)
-            if entry.buffer.facts.masked is not False:
-                yield present(entry)
-        if not isinstance(subscript, Index | Load) and affine_terms(subscript)[0]:
-            yield inside(subscript, extent)
 
 
 def loads_in_order(*exprs: Expr) -> Iterator[Load]:

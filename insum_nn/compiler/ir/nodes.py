@@ -1,4 +1,4 @@
-"""The nodes of the loop-nest IR: expressions, statements and kernels; graphs of kernels are in `ir.graph`.
+"""The nodes of the loop-nest IR: expressions, statements and kernels.
 
 Nodes are immutable and interned: two nodes with equal fields are one object, so `is` compares them and a printer that
 remembers nodes finds common subexpressions. Names of tensors and loops are canonical (`t0`, `x0`, `a`); what a user
@@ -45,10 +45,10 @@ __all__ = [
     "Stmt",
     "Store",
     "add",
-    "operands",
     "conjunction",
     "conjuncts",
     "multiply",
+    "operands",
     "operation",
     "replacing",
     "walk",

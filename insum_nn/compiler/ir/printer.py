@@ -1,10 +1,9 @@
-"""Print kernels and graphs as text that a person can read; equal text means equal nodes up to facts."""
+"""Print kernels as text that a person can read; equal text means equal nodes up to facts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from insum_nn.compiler.ir.graph import Graph, Library, Step
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
@@ -31,27 +30,12 @@ __all__ = ["show"]
 
 def show(node: Node) -> str:
     """Print a node as text."""
-    if isinstance(node, Graph):
-        return "\n".join(_graph(node))
     if isinstance(node, Kernel):
         return "\n".join(_kernel(node, "kernel"))
     if isinstance(node, Stmt):
         return "\n".join(_statement(node, ""))
     assert isinstance(node, Expr)
     return _expr(node)
-
-
-def _graph(graph: Graph) -> Iterator[str]:
-    yield f"graph({', '.join(map(_declared, graph.inputs))}) -> {', '.join(b.name for b in graph.outputs)}:"
-    for extent in graph.extents:
-        where = "an argument" if extent.buffer is None else f"axis {extent.axis} of {extent.buffer.name}"
-        yield f"  extent {_expr(extent.size)}: {where}"
-    for node in graph.nodes:
-        assert isinstance(node, Step | Library)
-        head = node.function if isinstance(node, Library) else "step"
-        if isinstance(node, Step) and node.unrolled:
-            head += f", {', '.join(index.name for index in node.unrolled)} unrolled"
-        yield from (f"  {line}" for line in _kernel(node.kernel, head))
 
 
 def _kernel(kernel: Kernel, head: str) -> Iterator[str]:

@@ -1,14 +1,11 @@
-"""Check that a kernel or a graph is well formed: each kernel before it is printed, and library graphs under test."""
+"""Check that a kernel is well formed, before it is printed."""
 
 from __future__ import annotations
 
-from insum_nn.compiler.ir.access import scattered_axes
-from insum_nn.compiler.ir.graph import Graph, Library, Step, factors_of, loops_of, sparse_parts, store_of
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
     Alloc,
     Buffer,
-    Const,
     Expr,
     If,
     Index,
@@ -23,7 +20,7 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.compiler.lang.combining import COMBINING
 
-__all__ = ["verify_graph", "verify_kernel"]
+__all__ = ["verify_kernel"]
 
 _PLACED = ("grid", "tile", "serial")
 
@@ -43,44 +40,6 @@ def verify_kernel(kernel: Kernel, *, placed: bool) -> None:
     names = [buffer.name for buffer in defined]
     assert len(names) == len(set(names)), f"two buffers of one name: {sorted(names)}"
     _check_block(kernel.body, frozenset(), defined, placed, inside_tile=False)
-
-
-def verify_graph(graph: Graph) -> None:
-    """Check a graph and its algorithms: each buffer is made before it is read, and made once."""
-    made = set(graph.inputs)
-    for node in graph.nodes:
-        assert isinstance(node, Step | Library)
-        _check_step(node)
-        used, result = set(node.kernel.inputs), node.kernel.results[0].buffer
-        assert used <= made, f"not made yet: {sorted(b.name for b in used - made)}"
-        assert result not in made, f"{result.name} is made twice"
-        made.add(result)
-    assert set(graph.outputs) <= made
-
-
-def _check_step(node: Step | Library) -> None:
-    """Check that a small algorithm stores once, and that a library's has the form of its product."""
-    verify_kernel(node.kernel, placed=False)
-    assert len(node.kernel.results) == 1, "a step of several results"
-    store, loops = store_of(node.kernel), {loop.index: loop for loop in loops_of(node.kernel)}
-    if isinstance(node, Step):
-        assert all(isinstance(loops[index].end, Const) for index in node.unrolled), "unrolled without a known extent"
-        return
-    reads, number = factors_of(store.value)
-    assert store.combine == "add", f"{node.function} that does not add"
-    assert number == 1, f"{node.function} of a number"
-    assert len(reads) in ((1, 2) if node.function == "bag_product" else (2,)), f"{node.function} of {len(reads)} reads"
-    sums = {index for index, loop in loops.items() if loop.role == "sum"}
-    if node.function == "matmul":
-        for subscripts in (store.subscripts, *(read.subscripts for read in reads)):
-            assert not scattered_axes(subscripts), "matmul of values that are gathered"
-        assert all(sums <= set(read.subscripts) for read in reads), "matmul that sums an index of one factor alone"
-    else:
-        rows, columns, over, shared = sparse_parts(store)
-        assert rows, "bag_product without rows"
-        assert columns, "bag_product without columns"
-        assert set(rows) == set(range(len(rows))), "bag_product whose rows are not its first axes"
-        assert {*over, *shared} == {index.name for index in loops}, "bag_product with a loop that no access has"
 
 
 _MODES = {"set", *(mode.name for mode in COMBINING.values())}

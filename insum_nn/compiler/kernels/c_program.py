@@ -35,31 +35,24 @@ from insum_nn.compiler.kernels.c_structures import entries_of, order_of, sorting
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.limits import slot_indices
-from insum_nn.compiler.lang.printed import function_of_lines
+from insum_nn.compiler.lang.printed import Body, Run, Sizes, function_of_lines
 from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 from insum_nn.locks import new_lock
 
 __all__ = [
     "NOWHERE",
-    "Body",
     "CProgram",
     "Part",
-    "Sizes",
     "algorithm_of",
     "compiled_extents",
     "known_in_c",
     "limits_of_extents",
 ]
 
-Sizes = tuple[int, ...]
 NOWHERE = 1 << 30
 # The number of an extent of a call's statements and of one of these, or a number.
 Extent = tuple[int, int] | int
-# The tensors, the extents and the output's shape of each statement, the initial value of the first output.
-Body = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...]]
-# One statement on the tensors of a call and an initial value.
-Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 _ENTRY = "insum"
 # Multiplications from which threads share a kernel; to wake them takes as long as some thousand.
 _DIVIDED = 1 << 16

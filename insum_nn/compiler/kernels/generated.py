@@ -24,6 +24,7 @@ from insum_nn.compiler.kernels.row_partition import (
 )
 from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel, reach_of, strides_of
 from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.printed import Body, Run, Sizes
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule.build_once import BuildOnce
 from insum_nn.compiler.schedule.database import size_bucket
@@ -34,9 +35,6 @@ from insum_nn.facts import StaticTable
 
 __all__ = ["Generated"]
 
-Sizes = tuple[int, ...]
-# The tensors, the extents and the output's shape of one statement, and its initial value.
-Run = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...]]
 # Kernels prepared for one program, by sizes and memory layout; a run over ever new sizes must not grow without bound.
 _LIMIT = 128
 
@@ -98,9 +96,7 @@ class Generated:
         other.form, other._forms, other._kernels = self.form.named(bound), {}, {}
         return other
 
-    def prepare(
-        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
-    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+    def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """What runs the statement on tensors of these shapes."""
         run, indices, shapes = self.at(tensors, extents, initial), (extents.indices,), (extents.output,)
         return lambda tensors, initial: run(tensors, indices, shapes, initial)[0]
@@ -110,7 +106,7 @@ class Generated:
         run, indices, shapes = self.at(tensors, extents, None), (extents.indices,), (extents.output,)
         return lambda tensors: [*run(tensors, indices, shapes, None)]
 
-    def at(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
+    def at(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Body:
         """What makes the output and all further ones at all sizes that share a schedule with these.
 
         They need as many bits for the offsets in contiguous tensors.

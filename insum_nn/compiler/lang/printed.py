@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["function_of_lines"]
+from torch import Tensor
+
+__all__ = ["Attempt", "Body", "Run", "Sizes", "function_of_lines"]
+
+Sizes = tuple[int, ...]
+# From the tensors of a call, the extents and the output's shape of each statement, and an initial value of the first
+# output, all outputs.
+Body = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...]]
+# The same, or `None`: something else runs the call.
+Attempt = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...] | None]
+# From the tensors of one statement at sizes that it was made for, and an initial value, its output.
+Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 
 
 def function_of_lines(lines: Sequence[str], names: dict[str, Any], what: str) -> Callable[..., Any]:

@@ -5,11 +5,11 @@
     Z[I[e],h] += exp(S[e,h] - M[I[e],h])
     Y[I[e],h,c] += exp(S[e,h] - M[I[e],h]) / Z[I[e],h] * V[J[e],h,c]
 
-Statements end at a semicolon, or at the end of a line outside of brackets; `#` begins a comment. The result is the tensor
-of the last statement, or those that `return` names.
+Statements end at a semicolon, or at the end of a line outside of brackets; `#` begins a comment. The result is the
+tensor of the last statement, or those that `return` names.
 
-A cell of a tensor made by `=` that no term wrote is absent: to read it is a miss. So `=` names its right-hand side, which
-is read in its place where it sums nothing; where it sums, a reader asks by `one` for what its terms ask for.
+A cell of a tensor made by `=` that no term wrote is absent: to read it is a miss. So `=` names its right-hand side,
+which is read in its place where it sums nothing; where it sums, a reader asks by `one` for what its terms ask for.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def parse_program(text: str) -> ProgramText:
     results: tuple[str, ...] | None = None
     for line in _lines(text):
         if results is not None:
-            raise InsumSyntaxError("'return' is not the last line", expression=text, fix="put it behind all statements.")
+            fix = "put it behind all statements."
+            raise InsumSyntaxError("'return' is not the last line", expression=text, fix=fix)
         if found := _RETURN.fullmatch(line):
             results = tuple(dict.fromkeys(name.strip() for name in found[1].split(",")))
         else:

@@ -33,10 +33,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.kernels.c_program import (
-    Body,
     CProgram,
     Part,
-    Sizes,
     compiled_extents,
     known_in_c,
     limits_of_extents,
@@ -48,11 +46,11 @@ from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.declared_facts import verified
 from insum_nn.compiler.lang.index_checks import completed, lowest_entry, writes_sums
 from insum_nn.compiler.lang.limits import limits_of
-from insum_nn.compiler.lang.printed import function_of_lines
+from insum_nn.compiler.lang.printed import Attempt, Run, Sizes, function_of_lines
 from insum_nn.compiler.lang.shapes import agreement_lines
 from insum_nn.compiler.runtime.arguments import kinds_of
 from insum_nn.compiler.runtime.backends import choose_backend
-from insum_nn.compiler.runtime.composite.fused_kernels import FusedKernels, One, Run
+from insum_nn.compiler.runtime.composite.fused_kernels import FusedKernels, One
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence, c_program
 from insum_nn.compiler.runtime.execution import Executable, Executables, forgets_programs, generation
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
@@ -132,7 +130,7 @@ class Artifact:
     ) -> None:
         self.fixed = frozenset(fixed)
         self.specs, self.places, self.outputs = tuple(specs), tuple(places), tuple(outputs)
-        self.bodies: dict[object, Body | Run] = {}
+        self.bodies: dict[object, Attempt] = {}
         self._tables = [canonical_tables(spec.statement, spec.static) for spec in specs]
         bounds = [self._bound(n, pool, None, {}) for n in range(len(specs))]
         self._sequences = [Sequences(b, s.options, s.static) for b, s in zip(bounds, specs, strict=True)]
@@ -142,7 +140,7 @@ class Artifact:
         # C functions add to sums of half types what an earlier statement has rounded.
         rounded = any(is_widened(each.dtype) for each in bounds) and len({*outputs}) < len(specs)
         jointly = self.generated or ({*backends} == {"c"} and not rounded)
-        self.run: Run = _nothing_printed
+        self.run: Attempt = _nothing_printed
         self.call: Call = _nothing_printed
         lines = _Lines(self, pool).printed() if len(specs) == 1 or jointly else None
         if lines is not None:
@@ -226,7 +224,7 @@ class Artifact:
         extents: Extents,
         initial: Tensor | None,
         known: Mapping[int, IndexFacts],
-    ) -> Run:
+    ) -> Attempt:
         """What runs a kind of call of one statement."""
         spec = self.specs[0]
         initial = None if initial is None else initial.expand(extents.output)
@@ -280,7 +278,7 @@ class Artifact:
         shapes: Sequence[Sizes],
         initial: Tensor | None,
         known: Mapping[int, IndexFacts],
-    ) -> Run:
+    ) -> Attempt:
         """What runs a kind of call of several statements, once their C function is compiled, and nothing before."""
         parts: list[Part] = []
         firsts: dict[object, int] = {}
@@ -331,7 +329,7 @@ class _Sized:
 
     def __init__(self, spec: Spec, programs: Programs) -> None:
         self.spec, self.programs = spec, programs
-        self.runs: dict[object, Callable[[Sequence[Tensor], Tensor | None], Tensor]] = {}
+        self.runs: dict[object, Run] = {}
 
     def __call__(
         self, pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
@@ -345,7 +343,7 @@ class _Sized:
 
     def prepared(
         self, pool: Sequence[Tensor], sizes: Extents, initial: Tensor | None, found: Executable | StatementSequence
-    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+    ) -> Run:
         """Prepare what runs it at some sizes, and keep it."""
         with messages_name(self.spec.statement):
             run = found.prepare(pool, sizes, initial)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.codegen.c import NotInC
+from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.forms.form import FormError
 from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents, known_in_c
 from insum_nn.compiler.kernels.c_structures import clear_entries
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.printed import Run
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import (
     backend_without_generator,
@@ -30,11 +32,11 @@ from insum_nn.compiler.runtime.backends import (
 )
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents, fix_extents
 from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
-from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
+from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
 from insum_nn.errors import InsumFormatError
-from insum_nn.facts import IndexFacts, Tables
+from insum_nn.facts import Tables
 from insum_nn.locks import new_lock
 
 __all__ = [
@@ -76,23 +78,21 @@ class Executable:
     reason: str
     run: Callable[..., Tensor] | Generated | CProgram
     compile_seconds: float
-    library: Library | None = None
+    library: CallGraph | None = None
     warm: bool = False
 
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
         return self.prepare(tensors, extents, initial)(tensors, initial)
 
-    def prepare(
-        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
-    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+    def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
         if isinstance(self.run, Generated):
             return self.run.prepare(tensors, extents, initial)
         if isinstance(self.run, CProgram):
             options = self.options
 
-            def library() -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
+            def library() -> Run:
                 other = from_graph(replace(self.bound, static=()), tensors, extents, options, "eager", self.reason)
                 return other.prepare(tensors, extents, initial)
 
@@ -103,8 +103,8 @@ class Executable:
 
     def _prepared(
         self, run: Callable[..., Tensor], tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
-    ) -> Callable[[Sequence[Tensor], Tensor | None], Tensor]:
-        arguments = _integers(self.bound, extents)
+    ) -> Run:
+        arguments = integers_of(self.bound, extents)
         if isinstance(run, InductorProgram):
             inductor_run = run
             begin = time.perf_counter()
@@ -119,14 +119,6 @@ class Executable:
             return run(*tensors, *arguments) if initial is None else run(*tensors, *arguments, initial)
 
         return call
-
-
-def _integers(bound: Bound, extents: Extents) -> tuple[int, ...]:
-    indices, axes = extent_arguments(bound)
-    if not indices and not axes:
-        return ()
-    names = bound.layout.indices
-    return (*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes))
 
 
 @lru_cache(maxsize=1024)
@@ -191,12 +183,6 @@ def clear_cache() -> None:
         _hits = _misses = 0
     clear_partitions()
     clear_entries()
-
-
-@lru_cache(maxsize=1024)
-def _without_unused_facts(bound: Bound) -> Bound:
-    """Facts that no lowering reads must not tell programs apart."""
-    return replace(bound, facts=tuple(IndexFacts(masked=f.masked) for f in bound.facts))
 
 
 def executable(
@@ -322,7 +308,7 @@ def from_graph(
 ) -> Executable:
     """The program of torch's library calls, or of Inductor."""
     key = _library_key(bound, options, backend)
-    bound = _without_unused_facts(bound)
+    bound = without_unused_facts(bound)
     if backend == "inductor":
         bound = fix_extents(bound, extents, options)
         precision = torch.get_float32_matmul_precision()
@@ -332,7 +318,7 @@ def from_graph(
 
 @lru_cache(maxsize=1024)
 def _library_key(bound: Bound, options: Options, backend: str) -> CacheKey:
-    return CacheKey((_without_unused_facts(bound), options, backend))
+    return CacheKey((without_unused_facts(bound), options, backend))
 
 
 def _find(key: CacheKey) -> Executable | None:
@@ -374,7 +360,7 @@ def in_names_of(program: Executable, bound: Bound) -> Executable:
         return replace(program, bound=own, run=program.run.named(own))
     if isinstance(program.run, CProgram):
         return replace(program, bound=own)
-    own = _without_unused_facts(own)
+    own = without_unused_facts(own)
     library = library_calls_of(own, program.extents, program.options, compiled=program.backend == "inductor")
     return replace(program, bound=own, library=library)
 
@@ -382,6 +368,6 @@ def in_names_of(program: Executable, bound: Bound) -> Executable:
 def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:
     begin = time.perf_counter()
     library = library_calls_of(bound, extents, options, compiled=backend == "inductor")
-    run = InductorProgram(library.graph, bound, options) if backend == "inductor" else library.graph.forward
+    run = InductorProgram(library, bound, options) if backend == "inductor" else library.forward
     seconds = time.perf_counter() - begin
     return Executable(bound, extents, options, backend, reason, run, seconds, library)

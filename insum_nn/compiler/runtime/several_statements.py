@@ -12,7 +12,7 @@ from torch import Tensor
 from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.programs import parse_program
-from insum_nn.compiler.lang.syntax import Statement, Subscript
+from insum_nn.compiler.lang.syntax import Subscript
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.program import Program

@@ -154,9 +154,7 @@ class GATConv(_Attention, gat_conv.GATConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Attend; see `torch_geometric.nn.GATConv.forward`."""
-        return super().forward(
-            x, edge_index, edge_attr, size=size, return_attention_weights=return_attention_weights
-        )
+        return super().forward(x, edge_index, edge_attr, size=size, return_attention_weights=return_attention_weights)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Return the weights of edges."""
@@ -177,7 +175,7 @@ class GATConv(_Attention, gat_conv.GATConv):
 class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):
     """The graph attention of Brody et al.: `torch_geometric.nn.GATv2Conv`, without a tensor of edges and features.
 
-        S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], negative_slope) * A[h,c]   and, with features of edges, + F[e,h,c]
+        S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], negative_slope) * A[h,c]     with features of edges + F[e,h,c]
         W = softmax of S over the edges of each node I[e]
         Y[I[e],h,c] += W[e,h] * V[J[e],h,c]
 

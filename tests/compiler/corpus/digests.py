@@ -65,22 +65,18 @@ def code_of(entry: Entry, *, intermediate: bool = True, kernels: bool = True) ->
 
 
 def graphs_of(entry: Entry) -> Iterator[Code]:
-    """The graphs of library calls for both kinds of device, for both back ends that read them."""
+    """The graphs of library calls, which are the same for all devices."""
     deterministic = replace(entry.options, deterministic=True)
     plain = replace(entry.bound, static=())
-    for device in ("cuda", "cpu"):
-        where = "" if device == "cuda" else f", {device}"
-        bound = replace(plain, device_type=device)
-        yield f"graph, eager{where}", _graph(entry, bound, entry.options)
-        yield f"graph, compiled{where}", _graph(entry, bound, entry.options, compiled=True)
+    yield "graph, eager", _graph(entry, plain, entry.options)
+    yield "graph, compiled", _graph(entry, plain, entry.options, compiled=True)
     yield "graph, eager, deterministic", _graph(entry, plain, deterministic)
     if entry.bound.static:
         yield "graph, compiled, fixed extents", _graph(entry, entry.bound, entry.options, compiled=True)
 
 
 def _graph(entry: Entry, bound: Bound, options: Options, *, compiled: bool = False) -> str:
-    library = library_calls_of(bound, entry.extents, options, compiled=compiled)
-    return without_call_names(library.graph)
+    return without_call_names(library_calls_of(bound, entry.extents, options, compiled=compiled))
 
 
 def without_call_names(graph: CallGraph) -> str:

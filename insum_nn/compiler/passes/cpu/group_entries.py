@@ -13,19 +13,12 @@ The walk is the one of rows that are owned (`own_rows`), but the rows are those 
 
 from __future__ import annotations
 
-from insum_nn.compiler.ir.graph import loops_of, stores_of
-from insum_nn.compiler.ir.nodes import Expr, Index, Kernel, Load, Op, Store, walk
+from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
+from insum_nn.compiler.ir.nodes import Expr, Index, Kernel, Load, Store, walk
 from insum_nn.compiler.passes.cpu.gather_writes import indices_in, nested
 from insum_nn.compiler.passes.own_rows import ROW, RowWalk, own_rows
 
-__all__ = ["factors_of_value", "group_entries", "plain_entry"]
-
-
-def factors_of_value(value: Expr) -> list[Expr]:
-    """The factors of a product, in order."""
-    if isinstance(value, Op) and value.name == "mul":
-        return [factor for arg in value.args for factor in factors_of_value(arg)]
-    return [value]
+__all__ = ["group_entries", "plain_entry"]
 
 
 def plain_entry(subscript: Expr) -> bool:
@@ -63,7 +56,7 @@ def _selected(kernel: Kernel, store: Store) -> tuple[Load, Expr] | None:
         *(s for node in walk(store) if isinstance(node, Load | Store) for s in node.subscripts if isinstance(s, Load))
     )
     dense = {loop.index for loop in loops if loop.role == "free"} - looked_up
-    for factor in factors_of_value(store.value):
+    for factor in factors_of(store.value):
         if not isinstance(factor, Load) or len(factor.subscripts) < 3:
             continue
         *_, last = factor.subscripts

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, Store, conjuncts, operands, walk
 from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
-from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
 from insum_nn.compiler.passes.cpu.written_cells import WrittenCells
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
 from insum_nn.compiler.schedule.space import Schedule
@@ -130,7 +129,7 @@ def _batches(loops: Sequence[Loop], stores: Sequence[Store], lanes: Loop | None)
         return (tuple(stores),)
     alike: dict[frozenset[Expr], list[list[Store]]] = {}
     for each in by_cell.values():
-        factors = [f for store in each for f in factors_of_value(store.value)]
+        factors = [f for store in each for f in factors_of(store.value)]
         alike.setdefault(frozenset(f for f in factors if lanes.index in indices_in(f)), []).append(each)
     found: list[tuple[Store, ...]] = []
     for cells in alike.values():
@@ -147,7 +146,7 @@ def _lanes(
     apart: Callable[[Load | Store, Index], int],
 ) -> Loop | None:
     """The loop whose neighbours are read and written next to each other at the least cost."""
-    values = [*dict.fromkeys(each for s in stores for f in factors_of_value(s.value) for each in [*operands(f)] or [f])]
+    values = [*dict.fromkeys(each for s in stores for f in factors_of(s.value) for each in [*operands(f)] or [f])]
     selects = any(store.combine != "add" for store in stores)
     # What is written after a sum weighs less than what each of its terms reads.
     cells = [*{store.subscripts: store for store in stores}.values()]
@@ -212,7 +211,7 @@ def _streamed(
         if loop is not lanes and extent is not None and count * extent <= _NEAR and loop is not free[0]:
             inner.insert(0, loop)
             count *= extent
-    reads = [f for f in factors_of_value(stores[0].value) if stream.index in indices_in(f)]
+    reads = [f for f in factors_of(stores[0].value) if stream.index in indices_in(f)]
     cells = {lanes.index, *(loop.index for loop in inner)}
     looked_up = any(
         isinstance(node, Load) for f in reads if isinstance(f, Load) for s in f.subscripts for node in walk(s)

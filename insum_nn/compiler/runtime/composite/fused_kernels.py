@@ -29,6 +29,7 @@ from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.lang.printed import Attempt, Sizes
 from insum_nn.compiler.lang.shapes import agreement_of
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
@@ -43,10 +44,8 @@ from insum_nn.compiler.schedule.tune import select_or_tune, worth_selecting
 from insum_nn.facts import IndexFacts
 from insum_nn.tensor_cache import insert
 
-__all__ = ["FusedKernels", "One", "Run"]
+__all__ = ["FusedKernels", "One"]
 
-Sizes = tuple[int, ...]
-Run = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...] | None]
 T = TypeVar("T")
 # Kernels, and decisions, that are kept.
 _LIMIT = 64
@@ -137,7 +136,7 @@ class FusedKernels:
         self._kernels.clear()
         self._chosen.clear()
 
-    def run(self, ones: Callable[[], Sequence[One]], pool: Sequence[Tensor]) -> Run | None:
+    def run(self, ones: Callable[[], Sequence[One]], pool: Sequence[Tensor]) -> Attempt | None:
         """What makes all outputs of calls with such tensors; `None`: the statements are to run one by one."""
         try:
             found = ones()
@@ -247,7 +246,7 @@ class _Call:
         run = self.together.generated.prepare_all(tensors, self.extents)
         return lambda: run(tensors)
 
-    def run(self, pool: Sequence[Tensor]) -> Run:
+    def run(self, pool: Sequence[Tensor]) -> Attempt:
         """What makes them of any call of this kind."""
         order, places = self.together.order, self.places
         made_by = self.together.generated.at([pool[at] for at in places], self.extents, None)

@@ -23,6 +23,7 @@ from insum_nn.compiler.kernels.c_program import Part as CPart
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
 from insum_nn.compiler.lang.misses import labels_of
+from insum_nn.compiler.lang.printed import Run
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
 from insum_nn.compiler.passes.split_static_tables import split_static_tables
@@ -38,7 +39,6 @@ from insum_nn.locks import cached_property
 
 __all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "c_program"]
 
-Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 Shape = tuple[int, ...]
 
 # A statement is cut if that costs less than this share of the whole: counts are no times. For products of blocks they

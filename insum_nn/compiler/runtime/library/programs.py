@@ -1,66 +1,55 @@
-"""A statement as calls of torch's library: the graph that its passes make, printed."""
+"""A statement as calls of torch's library, which run as they are or are compiled by Inductor."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 
 from insum_nn.compiler.codegen.aten import print_aten
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.ir.build import Names, build
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.epilogue import PLAIN
+from insum_nn.compiler.lang.syntax import Number
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.passes.library.library_graph import LibraryGraph, library_graph
-from insum_nn.compiler.passes.library.steps import Target
+from insum_nn.facts import IndexFacts
 
-__all__ = ["Library", "extent_arguments", "library_calls_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Library:
-    """A statement as calls of torch's library, which run as they are or are compiled by Inductor.
-
-    Attributes:
-        bound: the statement.
-        names: its canonical names.
-        made: its steps, and the choices behind them.
-        graph: the calls that run, or that Inductor compiles.
-    """
-
-    bound: Bound
-    names: Names
-    made: LibraryGraph
-    graph: CallGraph
+__all__ = ["extent_arguments", "integers_of", "library_calls_of", "without_unused_facts"]
 
 
-def library_calls_of(
-    bound: Bound, extents: Extents, options: Options, *, compiled: bool, bags: bool = False
-) -> Library:
+@lru_cache(maxsize=1024)
+def without_unused_facts(bound: Bound) -> Bound:
+    """Return a statement with the facts of index tensors that its calls depend on."""
+    return replace(bound, facts=tuple(IndexFacts(masked=facts.masked) for facts in bound.facts))
+
+
+def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compiled: bool) -> CallGraph:
     """Write a statement as library calls.
 
     Args:
         bound: the statement; what follows its sum is left to the caller.
         extents: sizes of a call, by which the order of the products is chosen; 0: an index may have no values.
         options: compile options.
-        compiled: for Inductor.
-        bags: products with sparse matrices are sums of bags, which have first derivatives only.
+        compiled: for a compiler that fuses.
     """
     names = Names(bound.statement)
     sizes = {names.indices[name]: size for name, size in zip(bound.layout.indices, extents.indices, strict=True)}
-    target = Target(
-        bound.device_type,
-        compiled,
-        bags=bags,
-        search=options.order == "cost",
-        deterministic=options.deterministic,
-    )
-    made = library_graph(build(replace(bound, epilogue=PLAIN), reads_ones=True), sizes, target)
-    graph = print_aten(made.graph, bound.device_type, options, compiled=compiled, empty=0 in sizes.values())
-    return Library(bound, names, made, graph)
+    factors = [str(factor) for factor in bound.statement.factors if not isinstance(factor, Number)]
+    kernel, empty = build(replace(bound, epilogue=PLAIN), reads_ones=True), 0 in extents.indices
+    return print_aten(kernel, sizes, options, compiled=compiled, empty=empty, factors=factors)
+
+
+def integers_of(bound: Bound, extents: Extents) -> tuple[int, ...]:
+    """Return the extents that a graph takes as integers."""
+    indices, axes = extent_arguments(bound)
+    if not indices and not axes:
+        return ()
+    names = bound.layout.indices
+    return (*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes))
 
 
 def extent_arguments(bound: Bound) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the extents that a graph takes as integers: of indices and output axes that no tensor shows."""
+    """Return which extents a graph takes as integers: of indices and output axes that no tensor shows."""
     layout = bound.layout
     static = {name for name, _ in bound.static}
     indices = tuple(

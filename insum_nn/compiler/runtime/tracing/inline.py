@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
 from insum_nn.compiler.lang.index_checks import is_inside, lowest_entry
@@ -25,7 +26,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import choose_backend, require_triton
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences
 from insum_nn.compiler.runtime.dispatch import Spec, broadcast
-from insum_nn.compiler.runtime.library.programs import Library, extent_arguments, library_calls_of
+from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.runtime.modes import graph_constant, is_functional, may_be_empty, records_graph
 from insum_nn.compiler.runtime.tracing.inline_kernel import inline_kernel
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
@@ -188,16 +189,11 @@ def _run(
         result = inline_kernel(canonical(bound), tensors, initial, extents, options, tables, row_begins)
         if result is not None:
             return result
-    own = canonical(
-        replace(bound, facts=tuple(IndexFacts(sorted=facts.sorted, masked=facts.masked) for facts in bound.facts))
-    )
+    own = canonical(without_unused_facts(bound))
     hints = tuple(0 if empty else _magnitude(_hint(extent)) for extent in extents.indices)
-    # Where make_fx alone records, a graph may be differentiated again, to any order.
-    library = _library(own, hints, options, is_functional(tensors))
-    indices, axes = extent_arguments(own)
-    names = own.layout.indices
-    integers = [*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes)]
-    return library.graph.forward(*tensors, *integers, *([] if initial is None else [initial]))  # type: ignore[no-any-return]
+    library = _library(own, hints, options)
+    given = [*tensors, *integers_of(own, extents)]
+    return library.forward(*given) if initial is None else library.forward(*given, initial)
 
 
 def _magnitude(extent: int) -> int:
@@ -206,5 +202,5 @@ def _magnitude(extent: int) -> int:
 
 
 @lru_cache(maxsize=512)
-def _library(bound: Bound, hints: tuple[int, ...], options: Options, bags: bool) -> Library:
-    return library_calls_of(bound, Extents(hints, ()), options, compiled=True, bags=bags)
+def _library(bound: Bound, hints: tuple[int, ...], options: Options) -> CallGraph:
+    return library_calls_of(bound, Extents(hints, ()), options, compiled=True)
