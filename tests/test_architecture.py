@@ -101,8 +101,8 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime.program", "explain.sequence"): "`Program.explain()` returns a report",
 }
 
-# The interpreter is the oracle of the rest, so it shares nothing with what it judges.
-INTERPRETER_MAY_IMPORT = {"lang", "lang.syntax", "lang.parser", "lang.check", "lang.bind"}
+# The interpreter is the oracle of the rest, so it shares nothing with what it judges but the names of torch's functions.
+INTERPRETER_MAY_IMPORT = {"lang", "lang.functions", "lang.syntax", "lang.parser", "lang.check", "lang.bind"}
 
 # tool -> the only files of the package that name it.
 ONLY_IN = {

@@ -13,7 +13,7 @@ from insum_nn.errors import MissingExtraError
 from insum_nn.layers.graph.messages import asks_for_messages
 from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.ops.attention import ATTEND, SOFTMAX, attention, run_promoted
-from insum_nn.tensor_cache import TensorCache
+from insum_nn.structure.graph_entries import with_self_loops
 
 try:
     from torch_geometric.nn import MessagePassing
@@ -26,9 +26,6 @@ except ImportError as error:
     ) from error
 
 __all__ = ["GATConv", "GATv2Conv", "TransformerConv"]
-
-# Edges with their self-loops, by the edges: new tensors would be sorted at each call.
-_looped: TensorCache[Tensor] = TensorCache(limit=32)
 
 
 class _Attention(StatementLayer, MessagePassing):
@@ -75,10 +72,7 @@ class _Attention(StatementLayer, MessagePassing):
         if getattr(self, "add_self_loops", False) and kept and not asks_for_messages(self, self._peer, edge_index):
             nodes = [n.size(0) for n in (x if isinstance(x, tuple | list) else (x,)) if n is not None]
             count = min(kwargs.get("size") or nodes)
-            edges = _looped.find([edge_index], count)
-            if edges is None:
-                edges = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=count)[0]
-                edges = _looped.keep([edge_index], count, edges)
+            edges = with_self_loops(edge_index, count)
             if edge_attr is not None:
                 without, edge_attr = remove_self_loops(edge_index, edge_attr)
                 edge_attr = add_self_loops(without, edge_attr, self.fill_value, count)[1]  # type: ignore[attr-defined]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from insum_nn.compiler.ir.nodes import (
@@ -63,6 +64,23 @@ def interpret_kernel(
             cells.update(zip(cells, map(OPERATIONS[result.activation].evaluate, cells.values()), strict=True))
     names = [*(result.buffer.name for result in kernel.results), *keep]
     return {name: run.memory[name].tensor() for name in names if name in run.memory}
+
+
+class _Cells(dict[tuple[int, ...], Any]):
+    """The cells of a tensor by their places, in order: Python reads and writes them faster than a tensor's."""
+
+    def __init__(self, name: str, shape: Sequence[int], floating: bool, values: Iterable[Any]) -> None:
+        super().__init__(zip(itertools.product(*map(range, shape)), values, strict=False))
+        self.name, self.shape, self.floating = name, shape, floating
+        # Those that hold a value: an extremum takes the first one as it is.
+        self.written = set[tuple[int, ...]]()
+
+    def __missing__(self, place: tuple[int, ...]) -> Any:
+        raise IndexError(f"{self.name}{list(place)} is outside of {tuple(self.shape)}")
+
+    def tensor(self) -> Tensor:
+        dtype = torch.float64 if self.floating else torch.int64
+        return torch.tensor([*self.values()], dtype=dtype).reshape([*self.shape])
 
 
 class _Run:
