@@ -101,7 +101,7 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime.program", "explain.sequence"): "`Program.explain()` returns a report",
 }
 
-# The interpreter is the oracle of the rest, so it shares nothing with what it judges but the names of torch's functions.
+# The interpreter is the oracle of the rest, so it shares nothing with what it judges but torch's functions.
 INTERPRETER_MAY_IMPORT = {"lang", "lang.functions", "lang.syntax", "lang.parser", "lang.check", "lang.bind"}
 
 # tool -> the only files of the package that name it.
@@ -189,6 +189,7 @@ MAX_FILES = 14
 # folder -> why it holds more, or may for a while.
 LARGE_FOLDERS: dict[str, str] = {
     "insum_nn/compiler/kernels": "launches of C stand beside those of Triton until both are nodes of one graph",
+    "insum_nn/compiler/lang": "functions and programs of several statements are parts of one language",
     "insum_nn/compiler/runtime": "the artifact of a CPU's calls stands beside what runs a GPU's",
 }
 MODULES = package_modules()

@@ -47,6 +47,7 @@ __all__ = [
     "graph_compare",
     "graph_matrix",
     "graph_product",
+    "with_self_loops",
 ]
 
 
@@ -211,6 +212,7 @@ class GraphMatrix:
 
 # What is built from a tensor is kept for as long as it lives and its version stays.
 _graphs: TensorCache[GraphMatrix] = TensorCache(limit=32)
+_looped: TensorCache[Tensor] = TensorCache(limit=32)
 _edge_lists: TensorCache[tuple[Tensor, Tensor]] = TensorCache(limit=32)
 
 
@@ -349,3 +351,17 @@ def edges_of_sparse_tensor(adj: Any, dtype: torch.dtype, normalize: bool) -> tup
     edge_index, ones = _edge_lists.get([row, col], ("SparseTensor", dtype), build)
     # Where values are implied, self-loops that are added still get the weight of their own.
     return edge_index, ones if value is None and normalize else value
+
+
+def with_self_loops(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Return (2, p) the edges with one self-loop for each node, those of edges first; kept with the edges.
+
+    >>> with_self_loops(torch.tensor([[0, 1], [0, 0]]), 2).tolist()
+    [[1, 0, 1], [0, 0, 1]]
+    """
+    found = _looped.find([edge_index], num_nodes)
+    if found is None:
+        entries = edge_entries(edge_index, num_nodes, loops="replaced")
+        made = torch.stack([entries.col, entries.row]).to(edge_index.dtype)
+        found = _looped.keep([edge_index], num_nodes, made)
+    return found

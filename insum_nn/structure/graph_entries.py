@@ -11,7 +11,6 @@ from torch import Tensor
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.faults import Faults
 from insum_nn.structure.plain_tensors import without_transforms
-from insum_nn.tensor_cache import TensorCache
 
 __all__ = [
     "Flow",
@@ -22,11 +21,7 @@ __all__ = [
     "check_square",
     "edge_entries",
     "entry_weights",
-    "with_self_loops",
 ]
-
-# Edges with self-loops, by the edges and the number of nodes: new tensors would be sorted at each call.
-_looped: TensorCache[Tensor] = TensorCache(limit=32)
 
 Loops = Literal["none", "remaining", "replaced", "more"]
 Flow = Literal["source_to_target", "target_to_source"]
@@ -186,20 +181,6 @@ def edge_entries(
     if flow == "target_to_source":
         sends, receives = receives, sends
     return GraphEntries(receives, sends, edge, num_nodes, num_edges)
-
-
-def with_self_loops(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Return (2, p) the edges with one self-loop for each node, those of edges first; kept with the edges.
-
-    >>> with_self_loops(torch.tensor([[0, 1], [0, 0]]), 2).tolist()
-    [[1, 0, 1], [0, 0, 1]]
-    """
-    found = _looped.find([edge_index], num_nodes)
-    if found is None:
-        entries = edge_entries(edge_index, num_nodes, loops="replaced")
-        made = torch.stack([entries.col, entries.row]).to(edge_index.dtype)
-        found = _looped.keep([edge_index], num_nodes, made)
-    return found
 
 
 def _last_loops(edge_index: Tensor, is_loop: Tensor, num_nodes: int) -> Tensor:

@@ -326,8 +326,8 @@ def test_explain_says_what_follows_the_sum():
 
 def test_one_table_of_activations():
     assert set(ACTIVATIONS) <= set(OPERATIONS)
-    for each in ACTIVATIONS.values():
-        assert each.forward(torch.zeros(1)).item() == 0
+    for name in ACTIVATIONS:
+        assert FUNCTIONS[name].of(0.0) == 0
 
 
 def test_bad_arguments():

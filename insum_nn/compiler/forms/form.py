@@ -48,7 +48,6 @@ __all__ = [
     "input_of",
     "make_form",
     "reads_of",
-    "runs_along",
 ]
 
 # The loop over the rows that programs own, the loop over the entries of one, and, among sizes alone, the most entries
@@ -293,12 +292,6 @@ def atoms(subscript: Expr) -> tuple[tuple[Index | Load, int], ...]:
         assert isinstance(atom, Index | Load)
         found[atom] = found.get(atom, 0) + coefficient
     return tuple((atom, coefficient) for atom, coefficient in found.items() if coefficient)
-
-
-def runs_along(access: Load | Store) -> str | None:
-    """The only index of the last subscript, if there is but one and nothing is read."""
-    found = atoms(access.subscripts[-1]) if access.subscripts else ()
-    return found[0][0].name if len(found) == 1 and isinstance(found[0][0], Index) else None
 
 
 def at_rows(stores: Iterable[Store], row_index: Load | None) -> tuple[Store, ...]:

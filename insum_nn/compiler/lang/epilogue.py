@@ -11,38 +11,23 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from insum_nn.compiler.lang.functions import FUNCTIONS
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import InsumDtypeError, InsumFormatError
 
-__all__ = ["ACTIVATIONS", "PLAIN", "Activation", "Epilogue", "check_epilogue"]
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """A function of one number that maps 0 to 0.
-
-    Attributes:
-        forward: of a tensor, differentiable to any order.
-        backward: (gradient, output) -> the gradient before the activation, where the output alone decides it;
-            `None`: it takes the input of the activation, which must then be saved.
-    """
-
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor] | None = None
+__all__ = ["ACTIVATIONS", "PLAIN", "Epilogue", "check_epilogue"]
 
 
 def _relu_backward(grad: Tensor, output: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(grad, output, 0)  # type: ignore[no-any-return]
 
 
-ACTIVATIONS: dict[str, Activation] = {
-    "relu": Activation(torch.relu, _relu_backward),
-    "silu": Activation(functional.silu),
-    "gelu": Activation(functional.gelu),
-}
-"""By name; `ir.nodes.OPERATIONS` and `codegen.triton_values` have the same names."""
+ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {"relu": _relu_backward, "silu": None, "gelu": None}
+"""Functions that map 0 to 0: (gradient, output) -> the gradient before them, where the output alone decides it.
+
+Of the others the input must be saved.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +54,7 @@ class Epilogue:
 
     def activated(self, total: Tensor) -> Tensor:
         """Apply the activation alone."""
-        return total if self.activation is None else ACTIVATIONS[self.activation].forward(total)
+        return total if self.activation is None else FUNCTIONS[self.activation].forward(total)
 
     def __call__(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         """Apply the activation and the cast to a sum of factors of a dtype."""

@@ -14,7 +14,7 @@ from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError, raise_collected
 from insum_nn.facts import StaticTable
 
-__all__ = ["call_key", "check_kinds", "check_static", "kinds_of", "stand_in", "static_tables"]
+__all__ = ["check_kinds", "check_static", "kinds_of", "stand_in", "static_tables"]
 
 _KINDS: dict[str, tuple[type, str]] = {
     "sizes": (Mapping, "a dict of extents by index name"),
@@ -105,18 +105,6 @@ def kinds_of(tensors: Iterable[Tensor], initial: Tensor | None) -> tuple[object,
     if not key and initial is None:
         key.append(torch.get_default_dtype())
     return (*key, None) if initial is None else (*key, initial.dtype, initial.ndim, initial.layout, initial.device)
-
-
-def call_key(tensors: Sequence[Tensor], initial: Tensor | None) -> tuple[object, ...]:
-    """What of the tensors decides checks, extents and code; index values are proven apart."""
-    key: list[object] = []
-    for tensor in tensors:
-        key += (tensor.shape, tensor.dtype, tensor.device)
-    if initial is not None:
-        key += (initial.shape, initial.dtype, initial.device)
-    elif not tensors:
-        key.append(torch.get_default_dtype())
-    return tuple(key)
 
 
 def stand_in(tensor: Tensor, is_index: bool) -> Tensor:

@@ -201,7 +201,7 @@ _record = plain_apply(_Function)
 def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
     """Return the gradient of the sum, from that of the output and the output itself."""
     name = spec.epilogue.activation
-    backward = None if name is None else ACTIVATIONS[name].backward
+    backward = None if name is None else ACTIVATIONS[name]
     return grad if backward is None else backward(grad, result)
 
 
@@ -348,7 +348,7 @@ def _finished(
             return run_spec(spec, tensors, initial, extents)
         name = spec.epilogue.activation
         kept = not spec.adds
-        if not kept and (name is None or ACTIVATIONS[name].backward is not None):
+        if not kept and (name is None or ACTIVATIONS[name] is not None):
             return _Function.apply(Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, initial, extents), value_dtype(spec, tensors, initial))
 

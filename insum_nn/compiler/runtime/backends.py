@@ -13,7 +13,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumBackendError
 
-__all__ = ["backend_without_generator", "choose_backend", "is_matrix_product", "require_compiler", "require_triton"]
+__all__ = ["choose_backend", "is_matrix_product", "require_compiler", "require_triton"]
 
 
 def choose_backend(bound: Bound, options: Options, *, tables: bool = False) -> tuple[str, str]:
@@ -31,14 +31,7 @@ def choose_backend(bound: Bound, options: Options, *, tables: bool = False) -> t
         return "eager", "integer factors"
     if launch.available():
         return "triton", "on a GPU, one generated kernel gathers, multiplies and sums"
-    return backend_without_generator(options)
-
-
-def backend_without_generator(options: Options) -> tuple[str, str]:
-    """Return the backend on a GPU for what the generator does not do, and why."""
-    if options.deterministic:
-        return "eager", "the scatter must sum in a fixed order"
-    return "inductor", "on a GPU, gather, product and scatter fuse into one kernel"
+    return "eager", "Triton is not installed"
 
 
 def is_matrix_product(statement: Statement) -> bool:

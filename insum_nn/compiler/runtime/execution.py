@@ -25,7 +25,6 @@ from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.printed import Run
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import (
-    backend_without_generator,
     choose_backend,
     require_compiler,
     require_triton,
@@ -239,8 +238,7 @@ class Executables:
                     expression=self.bound.statement.text,
                     fix='choose Options(backend="auto").',
                 ) from error
-            backend, other = backend_without_generator(options)
-            reason = f"{other}; no generated kernel: {error}"
+            backend, reason = "eager", f"library calls, as there is no generated kernel: {error}"
         return from_graph(self.own, tensors, extents, options, backend, reason)
 
     def _in_c(self, extents: Extents) -> Executable | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +27,6 @@ Shapes = Mapping[str, Sequence[int | None]]
 NO_SHAPES: Shapes = {}
 
 
-class _Step(NamedTuple):
-    """A statement that runs: what it writes, what it reads and whether without a gradient, its indices, its program."""
-
-    written: str
-    read: tuple[tuple[str, bool], ...]
-    indices: tuple[str, ...]
-    program: str
-
-
 class _Plan(NamedTuple):
     """All that a call asks, in plain tuples of text, which tracers follow.
 
@@ -45,7 +36,8 @@ class _Plan(NamedTuple):
         starts: tensors that may start with a value that is passed.
         written: tensors that statements write.
         results: those that are returned.
-        steps: what runs, in order.
+        steps: what runs, in order: what it writes, what it reads and whether without a gradient, its indices, and its
+            program as text.
         axes: each access, and by axis the index or the entry that has its extent.
     """
 
@@ -85,7 +77,11 @@ class StatementsProgram:
         check_kinds(sizes=sizes, facts=facts, static=static, options=options)
         text = parse_program(expression)
         self.options = options
-        self._arguments = expression, dict(sizes or {}), dict(out_shape or {}), facts, static, options, origin
+        self._sizes, self._out_shape = dict(sizes or {}), dict(out_shape or {})
+        self._made = partial(
+            StatementsProgram, expression, sizes=self._sizes, out_shape=self._out_shape, facts=facts, static=static,
+            options=options, origin=origin,
+        )  # fmt: skip
         self.programs: tuple[Program, ...] = tuple(
             Program(
                 str(step),
@@ -106,7 +102,7 @@ class StatementsProgram:
             tuple(s.output.name for s in text.statements if s.operator != "="),
             text.written,
             text.results,
-            tuple(tuple(_step(program)) for program in self.programs),
+            tuple(_step(program) for program in self.programs),
             tuple(dict.fromkeys((access.name, tuple(map(_extent_of, access.subscripts))) for access in accesses)),
         )
 
@@ -114,7 +110,7 @@ class StatementsProgram:
         return f"StatementsProgram({self.expression!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuilt, self._arguments)
+        return (self._made, ())
 
     def __deepcopy__(self, memo: dict[int, object]) -> StatementsProgram:
         return self
@@ -139,10 +135,9 @@ class StatementsProgram:
             The tensor of the last statement, or the tuple of those that `return` names. In float16 and bfloat16
             programs everything is computed in float32, and what is returned is rounded.
         """
-        _, own_sizes, own_shapes, *_ = self._arguments
         programs = None if torch.compiler.is_dynamo_compiling() else self.programs
-        shapes = {**own_shapes, **(out_shape or NO_SHAPES)}
-        return _run(self._plan, programs, {**(tensors or {}), **named}, {**own_sizes, **(sizes or {})}, shapes)
+        shapes = {**self._out_shape, **(out_shape or NO_SHAPES)}
+        return _run(self._plan, programs, {**(tensors or {}), **named}, {**self._sizes, **(sizes or {})}, shapes)
 
 
 def run_statements(
@@ -268,30 +263,16 @@ def _inferred(
     return shapes
 
 
-def _step(program: Program) -> _Step:
+def _step(program: Program) -> tuple[Any, ...]:
     statement = program.statement
     names = dict.fromkeys(access.name for access in statement.reads)
     # Nothing is recorded of a tensor of which no derivative is left.
     inert = [name for name in names if not derivatives(statement, name).statements]
     read = tuple((name, name in inert) for name in statement.tensors())
-    return _Step(statement.output.name, read, statement.indices(), program.spec.to_json())
+    return statement.output.name, read, statement.indices(), program.spec.to_json()
 
 
 def _extent_of(subscript: Subscript) -> str | None:
     """Return what has the extent of an axis: the index or the entry that addresses it, if it is one alone."""
     entry = subscript.indirect
     return subscript.plain if entry is None else str(entry)
-
-
-def _rebuilt(
-    expression: str,
-    sizes: dict[str, int],
-    out_shape: dict[str, Sequence[int | None]],
-    facts: Mapping[str, IndexFacts] | None,
-    static: Mapping[str, Tensor | StaticTable] | None,
-    options: Options,
-    origin: Origin,
-) -> StatementsProgram:
-    return StatementsProgram(
-        expression, sizes=sizes, out_shape=out_shape, facts=facts, static=static, options=options, origin=origin
-    )

@@ -13,7 +13,7 @@ from insum_nn.errors import MissingExtraError
 from insum_nn.layers.graph.messages import asks_for_messages
 from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.ops.attention import ATTEND, SOFTMAX, attention, run_promoted
-from insum_nn.structure.graph_entries import with_self_loops
+from insum_nn.ops.graph_matrix import with_self_loops
 
 try:
     from torch_geometric.nn import MessagePassing
