@@ -20,6 +20,7 @@ from insum_nn.compiler.api import run_statements
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.ops.statements import static_shape
+from insum_nn.tensor_cache import same_view
 
 __all__ = ["ATTEND", "SOFTMAX", "attention", "neighbour_softmax", "run_promoted"]
 
@@ -137,5 +138,8 @@ def run_promoted(
 ) -> Tensor:
     """Run statements on values of the dtype to which torch promotes all of theirs."""
     dtype = reduce(torch.promote_types, [value.dtype for value in values.values()])
+    if not torch.compiler.is_compiling():
+        # Once for all statements.
+        entries = {name: same_view(entry) for name, entry in entries.items()}
     named = {**{name: value.to(dtype) for name, value in values.items()}, **entries}
     return run_statements(expression, named, options=options, out_shape=out_shape or {})  # type: ignore[no-any-return]

@@ -20,11 +20,14 @@ from insum_nn.compiler.runtime.tracing.traced import call_operator, constant, op
 from insum_nn.dtypes import is_widened
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
+from insum_nn.tensor_cache import insert
 
 __all__ = ["StatementsProgram", "run_statements"]
 
 Shapes = Mapping[str, Sequence[int | None]]
 NO_SHAPES: Shapes = {}
+# Calls of different sizes of which a program remembers shapes.
+_LIMIT = 64
 
 
 class _Plan(NamedTuple):
@@ -96,6 +99,7 @@ class StatementsProgram:
         self.expression = str(text)
         statements = [*text.statements, *(program.statement for program in self.programs)]
         accesses = [access for s in statements for outer in (s.output, *s.reads) for access in (outer, *outer.nested())]
+        self._inferred: dict[object, dict[str, tuple[int | None, ...]]] = {}
         self._plan = _Plan(
             self.expression,
             text.inputs,
@@ -137,7 +141,8 @@ class StatementsProgram:
         """
         programs = None if torch.compiler.is_dynamo_compiling() else self.programs
         shapes = {**self._out_shape, **(out_shape or NO_SHAPES)}
-        return _run(self._plan, programs, {**(tensors or {}), **named}, {**self._sizes, **(sizes or {})}, shapes)
+        extents = {**self._sizes, **(sizes or {})}
+        return _run(self._plan, programs, {**(tensors or {}), **named}, extents, shapes, self._inferred)
 
 
 def run_statements(
@@ -152,7 +157,7 @@ def run_statements(
 ) -> Any:
     """Run several statements by a program that is remembered, also while Dynamo traces; see `StatementsProgram`."""
     if torch.compiler.is_dynamo_compiling():
-        return _run(_traced_plan(expression, option_values(options)), None, {**named}, sizes or {}, out_shape)
+        return _run(_traced_plan(expression, option_values(options)), None, {**named}, sizes or {}, out_shape, {})
     known = facts if type(facts) is NamedFacts else NamedFacts(facts)
     return _remembered(expression, known, options, origin)(tensors=named, sizes=sizes, out_shape=out_shape)
 
@@ -173,8 +178,9 @@ def _run(
     found: dict[str, Tensor],
     sizes: Mapping[str, int],
     declared: Shapes,
+    seen: dict[object, dict[str, tuple[int | None, ...]]],
 ) -> Any:
-    """Run the steps of a plan, by programs, or by the operator that tracers see."""
+    """Run the steps of a plan, by programs, or by the operator that tracers see; `seen` has shapes by those passed."""
     expression, inputs, starts, written, results, steps, axes = plan
     _check_names(expression, inputs, starts, written, found)
     widened = [tensor.dtype for tensor in found.values() if is_widened(tensor.dtype)]
@@ -183,7 +189,14 @@ def _run(
     shapes: dict[str, Sequence[int | None]] = {**declared}
     for name, tensor in found.items():
         shapes[name] = tensor.shape
-    known = _inferred(expression, axes, written, shapes, sizes)
+    key: object = None
+    if programs is not None and all(type(extent) is not torch.SymInt for shape in shapes.values() for extent in shape):
+        key = (*shapes.items(), *sizes.items())
+    known = None if key is None else seen.get(key)
+    if known is None:
+        known = _inferred(expression, axes, written, shapes, sizes)
+        if key is not None:
+            insert(seen, key, known, _LIMIT)
     for number, (name, read, indices, text) in enumerate(steps):
         given = {each: found[each].detach() if inert else found[each] for each, inert in read}
         if name in found:
@@ -192,7 +205,7 @@ def _run(
         if programs is None:
             found[name] = call_operator(text, given, own, known[name])
         else:
-            found[name] = programs[number](sizes=own, out_shape=tuple(known[name]), tensors=given)
+            found[name] = programs[number](sizes=own or None, out_shape=known[name], tensors=given)
     returned = [found[name].to(widened[0]) if widened else found[name] for name in results]
     return tuple(returned) if len(returned) > 1 else returned[0]
 
@@ -226,7 +239,7 @@ def _inferred(
     written: Sequence[str],
     given: Mapping[str, Sequence[int | None]],
     sizes: Mapping[str, int],
-) -> dict[str, list[int | None]]:
+) -> dict[str, tuple[int | None, ...]]:
     """Find the shapes of all tensors, by indices and by entries that address axes of several of them."""
     for name in given:
         if name not in written and all(name != each for each, _ in accesses):
@@ -260,7 +273,7 @@ def _inferred(
                     shapes[name][axis] = extents[index]
                 else:
                     extents[index] = extent
-    return shapes
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def _step(program: Program) -> tuple[Any, ...]:
