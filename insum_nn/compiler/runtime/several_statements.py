@@ -190,7 +190,8 @@ def _run(
     for name, tensor in found.items():
         shapes[name] = tensor.shape
     key: object = None
-    if programs is not None and all(type(extent) is not torch.SymInt for shape in shapes.values() for extent in shape):
+    numbers: list[Any] = [extent for shape in shapes.values() for extent in shape]
+    if programs is not None and not any(isinstance(extent, torch.SymInt) for extent in numbers):
         key = (*shapes.items(), *sizes.items())
     known = None if key is None else seen.get(key)
     if known is None:
