@@ -254,7 +254,7 @@ def insum(
 
         C[Row[g],n] += Val[g,q] * B[Col[g,q],n]        for all g, q, n
 
-    Meaning: loop over every combination of the index variables, read every factor, multiply, combine into the output.
+    Meaning: loop over every combination of the index variables, evaluate the right-hand side, combine into the output.
 
     Source: Won et al., "Insum: Sparse GPU Kernels Simplified and Optimized with Indirect Einsums", section 3.
 
@@ -262,7 +262,7 @@ def insum(
         expression: the statement; see the language reference.
         *positional: an error, as tensors are passed by name.
         sizes: extents of indices that no tensor shows, by name.
-        out_shape: shape of the output; `None` entries are inferred.
+        out_shape: shape of the output; `None` entries are inferred. Of several statements shapes by name.
         activation: applied to the sum; see `compile`.
         out_dtype: the output's dtype; see `compile`.
         options: compile options.

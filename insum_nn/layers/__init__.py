@@ -1,7 +1,7 @@
 """Layers that take the place of PyTorch Geometric's, spconv's, e3nn's and torch's own.
 
 A layer is imported at its first use, so that each needs only the package whose base classes it shares:
-`GCNConv` needs the extra `pyg`, the tensor products need `e3nn`; the others need nothing beyond torch.
+the graph layers need the extra `pyg`, the tensor products need `e3nn`; the others need nothing beyond torch.
 
 `insum_nn.layers.spconv` holds the layers of sparse voxels under spconv's own names, in one to four dimensions.
 """

@@ -5,8 +5,8 @@
     Z[I[e],h] += P[e,h]
     W[e,h] = P[e,h] / Z[I[e],h]
 
-`I[e]` is the node that receives along edge e, `J[e]` the one that sends. Nothing that is made has an axis of edges and
-one of features, forwards or backwards.
+`I[e]` is the node that receives along edge e, `J[e]` the one that sends. Kernels and C functions make nothing with an
+axis of edges and one of features, forwards or backwards.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def interpret(
 ) -> Tensor:
     """Run a statement as nested loops.
 
-    For every combination of the index variables: read every factor, multiply, combine into the output. A term in which
-    a read or the path of the write misses does not contribute.
+    For every combination of the index variables: evaluate the right-hand side, combine it into the output. A term in
+    which a read or the path of the write misses does not contribute.
 
     Returns:
         The output, float64 (int64 for integer factors), on the CPU.
