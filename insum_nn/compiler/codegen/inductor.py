@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,13 +64,11 @@ class Compiled:
         run: the code; takes the sizes of `symbols`, then the graph's arguments.
         symbols: the sizes that guards speak of: the argument and the axis that shows each.
         holds: whether the code serves some sizes, in the order of `symbols`; `None`: it serves all.
-        note: what is out of the ordinary about it, for `explain()`.
     """
 
     run: Callable[..., Any]
     symbols: tuple[tuple[int, int], ...]
     holds: Callable[..., bool] | None
-    note: str
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Return whether the arguments' sizes are among those the code was compiled for."""
@@ -182,45 +180,19 @@ def compile_graph(
     Raises:
         InsumBackendError: Inductor does not compile the graph.
     """
-    note = ""
     try:
-        run, symbols = _compile(graph, bound, options, integers, tensors, initial)
+        traced, fake, symbols = _trace(graph, bound, integers, tensors, initial)
+        run = _standalone(traced, fake, inductor_options(bound, options))
     except Exception as error:
-        if bound.device_type != "cuda" or not options.native_matmul:
-            raise _cannot(bound, error) from error
-        # Inductor's fused product fails to compile for some shapes (a batch of few, small blocks); its separate
-        # gather, product and scatter do not. Explain says which one runs.
-        note = f"gather, product and scatter in separate kernels: the fused one does not compile ({_first_line(error)})"
-        try:
-            run, symbols = _compile(graph, bound, replace(options, native_matmul=False), integers, tensors, initial)
-        except Exception as second:
-            raise _cannot(bound, second) from error
+        # The fused product of some shapes (a batch of few, small blocks) does not compile, separate kernels do.
+        others = ' or Options(backend="inductor", native_matmul=False)' if options.native_matmul else ""
+        raise InsumBackendError(
+            f"Inductor could not compile the statement for {bound.device_type}: {type(error).__name__}: {error}",
+            expression=bound.statement.text,
+            fix=f'choose Options(backend="eager"){others}.',
+        ) from error
     arguments = [*tensors, *(value for _, value in integers), *([] if initial is None else [initial])]
-    return Compiled(run, tuple(symbols.shown.values()), symbols.guard(arguments), note)
-
-
-def _compile(
-    graph: CallGraph,
-    bound: Bound,
-    options: Options,
-    integers: Sequence[tuple[str, int]],
-    tensors: Sequence[Tensor],
-    initial: Tensor | None,
-) -> tuple[Any, _Symbols]:
-    traced, fake, symbols = _trace(graph, bound, integers, tensors, initial)
-    return _standalone(traced, fake, inductor_options(bound, options)), symbols
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
-
-
-def _cannot(bound: Bound, error: Exception) -> InsumBackendError:
-    return InsumBackendError(
-        f"Inductor could not compile the statement for {bound.device_type}: {type(error).__name__}: {error}",
-        expression=bound.statement.text,
-        fix='choose Options(backend="eager"), and report the statement.',
-    )
+    return Compiled(run, tuple(symbols.shown.values()), symbols.guard(arguments))
 
 
 def _trace(

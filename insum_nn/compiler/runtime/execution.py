@@ -110,9 +110,6 @@ class Executable:
             run = inductor_run.variant([*tensors, *arguments, *([] if initial is None else [initial])])
             self.compile_seconds += 0.0 if self.warm else time.perf_counter() - begin
             self.warm = True
-            note = inductor_run.note
-            if note and note not in self.reason:
-                self.reason += f"; {note}"
 
         def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             return run(*tensors, *arguments) if initial is None else run(*tensors, *arguments, initial)

@@ -30,7 +30,6 @@ class InductorProgram:
         self.bound = bound
         self.options = options
         self.variants: list[inductor.Compiled] = []
-        self.note = ""
 
     def __call__(self, *args: object) -> Tensor:
         return self.variant(args)(*args)
@@ -47,7 +46,6 @@ class InductorProgram:
                 if found is None:
                     found = self._compile(flat)
                     self.variants = [found, *self.variants[: _MOST - 1]]
-        self.note = found.note
         return _contiguous(found)
 
     def _fitting(self, flat: Sequence[object]) -> inductor.Compiled | None:
