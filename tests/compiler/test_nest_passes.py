@@ -279,7 +279,8 @@ def test_a_condition_masks_the_load_of_a_side_of_a_matrix_product():
 
 
 def test_triton_writes_every_operation():
-    assert {*triton_values._TEXT} == {*OPERATIONS}
+    # Library calls alone have to multiply by something where a statement only counts.
+    assert {*triton_values._TEXT} == {*OPERATIONS} - {"one"}
 
 
 def test_lanes_of_a_sum_keep_its_conditions():

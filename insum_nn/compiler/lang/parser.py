@@ -233,7 +233,7 @@ class _Parser:
             return self.access("a factor", self.factor_hint())
         self.deeper(bracket.span)
         value = self.expression()
-        self.close(bracket.span)
+        self.close(bracket.span, "')'", "write the parenthesis that closes this one.")
         return value
 
     def function(self) -> Apply:
@@ -253,7 +253,8 @@ class _Parser:
         args = [self.expression()]
         while self.maybe(","):
             args.append(self.expression())
-        span = name.span.merge(self.close(bracket.span))
+        fix = "write ',' between arguments, or ')' behind the last."
+        span = name.span.merge(self.close(bracket.span, "',' or ')'", fix))
         self.check_arguments(name, function, args, span)
         return Apply(name.text, tuple(args), span)
 
@@ -287,10 +288,9 @@ class _Parser:
                 expected=_MAX_DEPTH,
             )
 
-    def close(self, bracket: Span) -> Span:
+    def close(self, bracket: Span, expected: str, fix: str) -> Span:
         if self.token.text != ")":
-            fix = "write ',' between arguments, or ')' behind the last."
-            raise self.fail("',' or ')'", fix, [bracket, self.token.span])
+            raise self.fail(expected, fix, [bracket, self.token.span])
         self.depth -= 1
         return self.advance().span
 

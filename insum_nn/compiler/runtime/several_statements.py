@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.lang.bind import show_dtype
 from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.programs import parse_program
-from insum_nn.compiler.lang.syntax import Statement, Subscript
+from insum_nn.compiler.lang.syntax import Apply, Number, Statement, Subscript
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
+from insum_nn.compiler.runtime.modes import under_autocast
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.runtime.tracing.traced import call_operator, constant, option_values, options_of
 from insum_nn.dtypes import is_widened
-from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
 __all__ = ["StatementsProgram", "run_statements"]
@@ -28,11 +30,22 @@ NO_SHAPES: Shapes = {}
 
 
 class _Step(NamedTuple):
-    """A statement that runs: what it writes, what it reads and whether without a gradient, its indices, its program."""
+    """A statement that runs.
+
+    Attributes:
+        written: what it writes.
+        read: what it reads, and whether without a gradient.
+        indices: its indices.
+        hidden: those whose extent no axis of what it reads or writes shows.
+        counts: it reads no value but to count it.
+        program: its program, as text.
+    """
 
     written: str
     read: tuple[tuple[str, bool], ...]
     indices: tuple[str, ...]
+    hidden: tuple[str, ...]
+    counts: bool
     program: str
 
 
@@ -45,6 +58,7 @@ class _Plan(NamedTuple):
         starts: tensors that may start with a value that is passed.
         written: tensors that statements write.
         results: those that are returned.
+        casts: all are products, whose values autocast casts.
         steps: what runs, in order.
         axes: each access, and by axis the index or the entry that has its extent.
     """
@@ -54,6 +68,7 @@ class _Plan(NamedTuple):
     starts: tuple[str, ...]
     written: tuple[str, ...]
     results: tuple[str, ...]
+    casts: bool
     steps: tuple[tuple[Any, ...], ...]
     axes: tuple[tuple[str, tuple[str | None, ...]], ...]
 
@@ -82,7 +97,7 @@ class StatementsProgram:
         options: Options = DEFAULT,
         origin: Origin = "caller",
     ) -> None:
-        check_kinds(sizes=sizes, facts=facts, static=static, options=options)
+        check_kinds(sizes=sizes, shapes=out_shape, facts=facts, static=static, options=options)
         text = parse_program(expression)
         self.options = options
         self._arguments = expression, dict(sizes or {}), dict(out_shape or {}), facts, static, options, origin
@@ -101,11 +116,12 @@ class StatementsProgram:
         statements = [*text.statements, *(program.statement for program in self.programs)]
         accesses = [access for s in statements for outer in (s.output, *s.reads) for access in (outer, *outer.nested())]
         self._plan = _Plan(
-            self.expression,
+            self.expression.replace("\n", "; "),
             text.inputs,
             tuple(s.output.name for s in text.statements if s.operator != "="),
             text.written,
             text.results,
+            all(statement.is_product for statement in text.statements),
             tuple(tuple(_step(program)) for program in self.programs),
             tuple(dict.fromkeys((access.name, tuple(map(_extent_of, access.subscripts))) for access in accesses)),
         )
@@ -139,6 +155,7 @@ class StatementsProgram:
             The tensor of the last statement, or the tuple of those that `return` names. In float16 and bfloat16
             programs everything is computed in float32, and what is returned is rounded.
         """
+        check_kinds(sizes=sizes, shapes=out_shape, tensors=tensors)
         _, own_sizes, own_shapes, *_ = self._arguments
         programs = None if torch.compiler.is_dynamo_compiling() else self.programs
         shapes = {**own_shapes, **(out_shape or NO_SHAPES)}
@@ -180,24 +197,38 @@ def _run(
     declared: Shapes,
 ) -> Any:
     """Run the steps of a plan, by programs, or by the operator that tracers see."""
-    expression, inputs, starts, written, results, steps, axes = plan
+    expression, inputs, starts, written, results, casts, steps, axes = plan
     _check_names(expression, inputs, starts, written, found)
-    widened = [tensor.dtype for tensor in found.values() if is_widened(tensor.dtype)]
+    device = next((tensor.device for tensor in found.values()), None)
+    if device is not None and not casts and under_autocast(device):
+        with torch.autocast(device.type, enabled=False):
+            return _run(plan, programs, found, sizes, declared)
+    floats = dict.fromkeys(t.dtype for t in found.values() if t.is_floating_point())
+    widened = [dtype for dtype in floats if is_widened(dtype)]
+    if widened and len(floats) > 1:
+        raise InsumDtypeError(
+            f"tensors have different dtypes: {', '.join(map(show_dtype, floats))}",
+            expression=expression,
+            fix="convert them to one dtype; nothing is cast silently.",
+            got={*floats},
+        )
     if widened:
         found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
     shapes: dict[str, Sequence[int | None]] = {**declared}
     for name, tensor in found.items():
         shapes[name] = tensor.shape
-    known = _inferred(expression, axes, written, shapes, sizes)
-    for number, (name, read, indices, text) in enumerate(steps):
+    known, extents = _inferred(expression, axes, written, shapes, sizes)
+    for number, (name, read, indices, hidden, counts, text) in enumerate(steps):
         given = {each: found[each].detach() if inert else found[each] for each, inert in read}
         if name in found:
             given[name] = found[name]
-        own = {index: size for index, size in sizes.items() if index in indices}
+        own = {index: extents[index] for index in (*sizes, *hidden) if index in indices and index in extents}
         if programs is None:
             found[name] = call_operator(text, given, own, known[name])
         else:
             found[name] = programs[number](sizes=own, out_shape=tuple(known[name]), tensors=given)
+        if counts and floats:
+            found[name] = found[name].to(torch.float32 if widened else next(iter(floats)))
     returned = [found[name].to(widened[0]) if widened else found[name] for name in results]
     return tuple(returned) if len(returned) > 1 else returned[0]
 
@@ -206,7 +237,7 @@ def _check_names(
     expression: str, inputs: Sequence[str], starts: Sequence[str], written: Sequence[str], passed: Mapping[str, Tensor]
 ) -> None:
     for name in inputs:
-        if name not in passed:
+        if passed.get(name) is None:
             raise InsumNameError(
                 f"tensor '{name}' was not passed",
                 expression=expression,
@@ -223,6 +254,13 @@ def _check_names(
                 fix="drop it, or use it in a statement.",
                 tensor=name,
             )
+        if not isinstance(passed[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InsumDtypeError(
+                f"'{name}' must be a torch.Tensor, got {type(passed[name]).__name__}",
+                expression=expression,
+                fix="pass numbers as 0-d tensors.",
+                tensor=name,
+            )
 
 
 def _inferred(
@@ -231,8 +269,8 @@ def _inferred(
     written: Sequence[str],
     given: Mapping[str, Sequence[int | None]],
     sizes: Mapping[str, int],
-) -> dict[str, list[int | None]]:
-    """Find the shapes of all tensors, by indices and by entries that address axes of several of them."""
+) -> tuple[dict[str, list[int | None]], dict[str, int]]:
+    """Find the shapes of all tensors, and the extents of indices, by indices and by entries that address axes of several of them."""
     for name in given:
         if name not in written and all(name != each for each, _ in accesses):
             raise InsumFormatError(
@@ -246,7 +284,7 @@ def _inferred(
         shape = shapes.setdefault(name, [None] * len(axes))
         if len(shape) != len(axes):
             raise InsumShapeError(
-                f"'{name}' has {len(shape)} dimensions, and {len(axes)} subscripts",
+                f"'{name}' has {plural(len(shape), 'dimension')}, and {plural(len(axes), 'subscript')}",
                 expression=expression,
                 fix="give it one subscript for each dimension.",
                 tensor=name,
@@ -265,7 +303,7 @@ def _inferred(
                     shapes[name][axis] = extents[index]
                 else:
                     extents[index] = extent
-    return shapes
+    return shapes, extents
 
 
 def _step(program: Program) -> _Step:
@@ -274,7 +312,11 @@ def _step(program: Program) -> _Step:
     # Nothing is recorded of a tensor of which no derivative is left.
     inert = [name for name in names if not derivatives(statement, name).statements]
     read = tuple((name, name in inert) for name in statement.tensors())
-    return _Step(statement.output.name, read, statement.indices(), program.spec.to_json())
+    indices = statement.indices()
+    shown = {subscript.plain for access in statement.accesses() for subscript in access.subscripts}
+    hidden = tuple(index for index in indices if index not in shown)
+    counts = all(isinstance(f, Number) or (isinstance(f, Apply) and f.function == "one") for f in statement.factors)
+    return _Step(statement.output.name, read, indices, hidden, counts, program.spec.to_json())
 
 
 def _extent_of(subscript: Subscript) -> str | None:
