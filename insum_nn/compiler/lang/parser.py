@@ -180,10 +180,10 @@ class _Parser:
 
     def expression(self) -> Factor:
         start = self.token.span
-        terms = [self.product()]
+        terms = [*_parts("add", self.product())]
         while sign := self.maybe("+", "-"):
             term = self.product()
-            terms.append(_negated(term, sign.span) if sign.text == "-" else term)
+            terms += [_negated(term, sign.span)] if sign.text == "-" else _parts("add", term)
             self.bound(len(terms), _MAX_FACTORS, "summands", term.span, "split the sum into several statements.")
         return terms[0] if len(terms) == 1 else Apply("add", tuple(terms), start.merge(terms[-1].span))
 
@@ -470,9 +470,13 @@ class _Parser:
         return value
 
 
+def _parts(function: str, value: Factor) -> tuple[Factor, ...]:
+    """The summands of a sum, or the factors of a product."""
+    return value.args if isinstance(value, Apply) and value.function == function else (value,)
+
+
 def _factors(value: Factor) -> tuple[Factor, ...]:
-    """The factors of a product."""
-    return value.args if isinstance(value, Apply) and value.function == "mul" else (value,)
+    return _parts("mul", value)
 
 
 def _product(factors: Sequence[Factor], span: Span) -> Factor:
