@@ -69,6 +69,8 @@ CANONICAL = {
     "C[i] += A[i]-(B[i]-x)": "C[i] += A[i] - (B[i] - x)",
     "C[i] += (A[i]+B[i])+(x+y)": "C[i] += A[i] + B[i] + x + y",
     "C[i] += -A[i]": "C[i] += -1 * A[i]",
+    "C[i] += A[i] + -2/B[i]": "C[i] += A[i] + -2 / B[i]",
+    "C[i] += A[i] * (-2)**2": "C[i] += A[i] * ((-2)**2)",
     "C[i] += --A[i]": "C[i] += 1 * A[i]",
     "C[i] += - 2": "C[i] += -2",
     "C[i] += -A[i]**2": "C[i] += -1 * (A[i]**2)",
@@ -112,7 +114,9 @@ def _expression(rng: random.Random, depth: int) -> str:
     if kind == 5:
         return f"{rng.choice('-+')}{part()}"
     if kind == 6:
-        return f"{rng.choice(['a', 'c', '2', '(a - b)', 'exp(b)'])}**{rng.choice(['2', '-1', '3', '0.5', '0'])}"
+        return f"{rng.choice(['a', 'c', '2', '(-2)', '(a - b)', 'exp(b)'])}**{rng.choice(['2', '-1', '3', '0'])}"
+    if kind == 7 and rng.random() < 0.2:
+        return f"exp({part()})**0.5"
     if kind == 7:
         return f"leaky_relu({part()}, -0.5)" if rng.random() < 0.3 else f"{rng.choice(['tanh', 'sin'])}({part()})"
     return rng.choice(["a", "b", "c", "2", "0.5", "3", "1e-1"])
