@@ -32,7 +32,10 @@ W[e,h] = P[e,h] / Z[I[e],h]"""
 ATTEND = "Y[I[e],h,c] += W[e,h] * V[J[e],h,c]"
 """What nodes receive by these weights."""
 
-_DOTS = {False: "S[e,h] = Q[I[e],h,c] * K[J[e],h,c] * scale", True: "S[e,h] = Q[I[e],h,c] * (K[J[e],h,c] + F[e,h,c]) * scale"}
+_DOTS = {
+    False: "S[e,h] = Q[I[e],h,c] * K[J[e],h,c] * scale",
+    True: "S[e,h] = Q[I[e],h,c] * (K[J[e],h,c] + F[e,h,c]) * scale",
+}
 _SUMS = {False: ATTEND, True: "Y[I[e],h,c] += W[e,h] * (V[J[e],h,c] + F[e,h,c])"}
 
 

@@ -211,9 +211,7 @@ CASES: dict[str, Case] = {
     "output_also_read": Case(InsumAliasError, compiling("C[D[y],x] += A[y,E[r]] * C[r,x]"), {"tensor": "C"}),
     "output_read_twice": Case(InsumAliasError, compiling("C[i] max= C[i] * A[C[i]]"), {"tensor": "C"}),
     "output_directs_itself": Case(InsumAliasError, compiling("C[C[i]] += A[i]"), {"tensor": "C"}),
-    "output_read_in_a_function": Case(
-        InsumAliasError, compiling("C[i] += A[i] / (1 + exp(-C[i]))"), {"tensor": "C"}
-    ),
+    "output_read_in_a_function": Case(InsumAliasError, compiling("C[i] += A[i] / (1 + exp(-C[i]))"), {"tensor": "C"}),
     "output_scalar_read": Case(InsumAliasError, compiling("s += s * A[i]"), {"tensor": "s"}),
     # Ranks and extents.
     "rank": Case(InsumShapeError, spmm(B=torch.ones(2)), {"tensor": "B", "expected": 2, "got": 1}),
@@ -480,9 +478,7 @@ CASES: dict[str, Case] = {
         InsumNameError, running("S[i] = exp(x[i]); y += S[i]", x=torch.ones(3), S=torch.ones(3)), {"tensor": "S"}
     ),
     "program_rank": Case(InsumShapeError, running("S[i] += x[i]; y += S[i]", x=torch.ones(3, 2)), {"tensor": "x"}),
-    "program_not_a_tensor": Case(
-        InsumDtypeError, running("S[i] += exp(x[i]); y += S[i]", x=[1.0]), {"tensor": "x"}
-    ),
+    "program_not_a_tensor": Case(InsumDtypeError, running("S[i] += exp(x[i]); y += S[i]", x=[1.0]), {"tensor": "x"}),
     "program_rank_of_a_temporary": Case(
         InsumShapeError, running("S[i] += x[i]; y += S[i,i]", x=torch.ones(3)), {"tensor": "S"}
     ),
@@ -519,9 +515,7 @@ CASES: dict[str, Case] = {
         running("S[i] += x[i]; y += exp(S[i])", x=torch.ones(3), out_shape={"S": (3, 3)}),
         {"tensor": "S"},
     ),
-    "program_with_an_activation": Case(
-        InsumFormatError, compiling("S[i] += x[i]; y += exp(S[i])", activation="relu")
-    ),
+    "program_with_an_activation": Case(InsumFormatError, compiling("S[i] += x[i]; y += exp(S[i])", activation="relu")),
     "program_with_out": Case(
         InsumFormatError, running("S[i] += x[i]; y += exp(S[i])", x=torch.ones(3), out=torch.ones(()))
     ),

@@ -134,7 +134,9 @@ def test_strided_tensors():
     moved["W"] = torch.stack([found["W"], -found["W"]])[:, ::1][0]
     moved["K"] = found["K"].int().repeat_interleave(2)[::2]
     assert not moved["X"].is_contiguous()
-    assert_matches(insum(text, tensors=read(text, moved), out_shape=(ROWS, None)), want, dtype=torch.float64, kind="sum")
+    assert_matches(
+        insum(text, tensors=read(text, moved), out_shape=(ROWS, None)), want, dtype=torch.float64, kind="sum"
+    )
 
 
 @pytest.mark.c
@@ -182,7 +184,8 @@ def c_cases(dtype: torch.dtype, columns: int, *, gradients: bool) -> list[tuple[
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 @pytest.mark.parametrize(
-    ("dtype", "columns", "gradients"), [(torch.float32, 21, True), (torch.float64, 1, False), (torch.bfloat16, 37, False)]
+    ("dtype", "columns", "gradients"),
+    [(torch.float32, 21, True), (torch.float64, 1, False), (torch.bfloat16, 37, False)],
 )
 def test_generated_c(dtype: torch.dtype, columns: int, gradients: bool, tmp_path: Path):
     """Vectors and the columns that remain of them, rows in sorted order, lanes that miss."""

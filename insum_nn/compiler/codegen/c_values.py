@@ -191,7 +191,9 @@ class Values:
             return f"({args[0]} {_SIGNS.get(value.name, '/')} {args[1]})"
         if width > 1:
             zero = self.helpers.zero(width)
-            args = [text if self.varies(arg) else f"({text} + {zero})" for text, arg in zip(args, value.args, strict=True)]
+            args = [
+                text if self.varies(arg) else f"({text} + {zero})" for text, arg in zip(args, value.args, strict=True)
+            ]
         return f"{self.helpers.of_numbers(value.name, width)}({', '.join(args)})"
 
     # Addresses.

@@ -341,7 +341,9 @@ def make_form(
         raise FormError(f"the generator sums; {statement.operator} goes another way")
     if not bound.dtype.is_floating_point:
         raise FormError("factors are integers")
-    if not any(isinstance(leaf, Access) for factor in statement.factors if not _is_one(factor) for leaf in leaves(factor)):
+    if not any(
+        isinstance(leaf, Access) for factor in statement.factors if not _is_one(factor) for leaf in leaves(factor)
+    ):
         raise FormError("no tensor is read")
     names = names_of(statement)
     extents = Extents(tuple([sizes[name] for name in bound.layout.indices]), tuple(output))

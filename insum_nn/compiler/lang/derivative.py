@@ -111,7 +111,9 @@ def _occurrences(statement: Statement, operand: str) -> Iterator[tuple[Access, l
     terms take part: it becomes a `one`.
     """
     for position, factor in enumerate(statement.factors):
-        before, after = ([str(f) for f in part] for part in (statement.factors[:position], statement.factors[position + 1 :]))
+        before, after = (
+            [str(f) for f in part] for part in (statement.factors[:position], statement.factors[position + 1 :])
+        )
         own = [leaf for leaf in leaves(factor) if isinstance(leaf, Access)]
         for access in dict.fromkeys(leaf for leaf in own if leaf.name == operand):
             change = _change(factor, access)
@@ -123,7 +125,11 @@ def _occurrences(statement: Statement, operand: str) -> Iterator[tuple[Access, l
             shown = {index.name for each in (statement.output, access, *read) for index in each.indices()}
             for lost in dict.fromkeys(own):
                 plain = all(subscript.plain is not None for subscript in lost.subscripts)
-                if lost not in read and lost != access and not (plain and shown.issuperset(i.name for i in lost.indices())):
+                if (
+                    lost not in read
+                    and lost != access
+                    and not (plain and shown.issuperset(i.name for i in lost.indices()))
+                ):
                     parts.append(f"one({lost})")
             yield access, before, [*parts, *after]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Index, Statement, Subscript, Term, leaves, replaced
@@ -107,7 +108,9 @@ def parse_program(text: str) -> ProgramText:
     results: tuple[str, ...] | None = None
     for line in _lines(text):
         if results is not None:
-            raise InsumSyntaxError("'return' is not the last line", expression=line, fix="put it behind all statements.")
+            raise InsumSyntaxError(
+                "'return' is not the last line", expression=line, fix="put it behind all statements."
+            )
         if found := _RETURN.fullmatch(line):
             results = tuple(dict.fromkeys(name.strip() for name in found[1].split(",")))
         else:
@@ -224,9 +227,11 @@ def _lowered(statements: list[Statement], results: tuple[str, ...]) -> tuple[Sta
 
     for statement in statements:
         try:
-            step = written_out(statement, whole=True)
+            step: Statement | None = written_out(statement, whole=True)
         except InsumSyntaxError:
-            # Longer or deeper than a statement may be: what `=` names is computed before.
+            step = None
+        if step is None or _is_large(step):
+            # Its derivatives would be longer or deeper than a statement may be: what `=` names is computed before.
             step = written_out(statement, whole=False)
         # What is unchanged keeps its text, and with it the places in it that errors show.
         kept[statement.output.name] = step = statement if step == statement else step
@@ -238,6 +243,12 @@ def _lowered(statements: list[Statement], results: tuple[str, ...]) -> tuple[Sta
             needed |= {access.name for access in step.reads}
             found.insert(0, step)
     return tuple(found)
+
+
+def _is_large(statement: Statement) -> bool:
+    """Return whether a statement has half the factors, or is half as deep, as one may be."""
+    depths = accumulate((c == "(") - (c == ")") for c in str(statement))
+    return len(statement.factors) > 32 or max(depths) > 16
 
 
 def _is_name(statement: Statement) -> bool:

@@ -154,9 +154,7 @@ class GATConv(_Attention, gat_conv.GATConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Attend; see `torch_geometric.nn.GATConv.forward`."""
-        return super().forward(
-            x, edge_index, edge_attr, size=size, return_attention_weights=return_attention_weights
-        )
+        return super().forward(x, edge_index, edge_attr, size=size, return_attention_weights=return_attention_weights)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Return the weights of edges."""
