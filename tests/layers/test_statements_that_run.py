@@ -35,7 +35,9 @@ STATEMENTS = (
 # hooks and parametrizations count, and is printed as a child.
 CHILDREN = dict.fromkeys(("GCNConv", "GCNConv, narrowing", "GCNConv, no weights"), "lin")
 
-LAYERS = EVERY_LAYER | WITHOUT_OPTIONS
+# Layers whose statements are a program: what runs has the call's numbers, and what `=` names written out.
+PROGRAMS = ("GATConv", "GATv2Conv", "TransformerConv")
+LAYERS = {name: case for name, case in (EVERY_LAYER | WITHOUT_OPTIONS).items() if name not in PROGRAMS}
 
 
 class Outside(TorchDispatchMode):
