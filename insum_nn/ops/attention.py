@@ -123,7 +123,7 @@ def attention(
     scores = {"Q": query, "K": key, "scale": query.new_full((), scale)}
     weights = run_promoted(f"{_DOTS[edge is not None]}\n{SOFTMAX}", {**scores, **edges}, ends, options)
     kept = torch.nn.functional.dropout(weights, dropout) if dropout else weights
-    nodes = {"Y": (static_shape(query)[0], None, None)}
+    nodes = {"Y": (query.shape[0], None, None)}
     found = run_promoted(_SUMS[edge is not None], {"W": kept, "V": value, **edges}, ends, options, nodes)
     return found, weights
 

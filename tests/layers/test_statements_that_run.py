@@ -130,7 +130,7 @@ def test_children_of_other_packages_are_all_that_is_left():
 
 
 def test_every_layer_is_among_them():
-    names = {name.partition(",")[0].partition(".")[0] for name in LAYERS}
+    names = {name.partition(",")[0].partition(".")[0] for name in (*LAYERS, *PROGRAMS)}
     # What has no statement of its own.
     assert {*layers.__all__} - names == {"SparseConvTensor", "SparseSequential"}
 

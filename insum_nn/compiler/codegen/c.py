@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from insum_nn.compiler.codegen.c_prelude import literal, number_of
 from insum_nn.compiler.codegen.c_values import NotInC, Pieces, Range, Slot, Values
 from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Kernel, Load, Loop, Op, Size, Store, conjuncts, walk
+from insum_nn.compiler.ir.nodes import Buffer, Expr, Kernel, Load, Loop, Op, Size, Store, conjuncts, walk
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes.cpu.group_entries import factors_of_value
 from insum_nn.compiler.passes.cpu.lower import lower

@@ -13,7 +13,7 @@ from insum_nn.compiler.lang.bind import show_dtype
 from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.programs import parse_program
-from insum_nn.compiler.lang.syntax import Apply, Number, Statement, Subscript
+from insum_nn.compiler.lang.syntax import Apply, Number, Subscript
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.modes import under_autocast

@@ -72,7 +72,9 @@ def derivatives(layer: nn.Module, inputs: list[Tensor], *arguments: Any) -> list
     out = layer(*arguments)
     first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True, allow_unused=True)
     second = torch.autograd.grad(sum((g**2).sum() for g in first if g is not None), leaves, allow_unused=True)
-    gradients = [[torch.zeros_like(x) if g is None else g for g, x in zip(of, leaves, strict=True)] for of in (first, second)]
+    gradients = [
+        [torch.zeros_like(x) if g is None else g for g, x in zip(of, leaves, strict=True)] for of in (first, second)
+    ]
     return [[out], *gradients]
 
 
@@ -83,6 +85,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module, inputs: list[Tensor], *argum
         scale = max([1.0, *(float(b.detach().abs().max()) for b in want if b.numel())])
         for a, b in zip(got, want, strict=True):
             assert_matches(a, b, dtype=torch.float64, kind=kind, scale=10 * scale)  # type: ignore[arg-type]
+
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -189,7 +192,9 @@ def test_large_scores_and_strides(name: str):
     got, want = ours(x, graph.t().contiguous().t()), theirs(x, graph)
     assert bool(want.isfinite().all())
     assert_matches(got, want, dtype=torch.float64, kind="sum", scale=10 * float(want.detach().abs().max()))
-    assert_matches(ours(x, graph.int()), want, dtype=torch.float64, kind="sum", scale=10 * float(want.detach().abs().max()))
+    assert_matches(
+        ours(x, graph.int()), want, dtype=torch.float64, kind="sum", scale=10 * float(want.detach().abs().max())
+    )
 
 
 def functional_weights(layer: Any, values: Tensor, graph: Tensor) -> Tensor:
