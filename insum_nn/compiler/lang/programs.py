@@ -5,11 +5,11 @@
     Z[I[e],h] += exp(S[e,h] - M[I[e],h])
     Y[I[e],h,c] += exp(S[e,h] - M[I[e],h]) / Z[I[e],h] * V[J[e],h,c]
 
-Statements end at a semicolon, or at the end of a line outside of brackets; `#` begins a comment. The result is the tensor
-of the last statement, or those that `return` names.
+Statements end at a semicolon, or at the end of a line outside of brackets; `#` begins a comment. The result is the
+tensor of the last statement, or those that `return` names.
 
-A cell of a tensor made by `=` that no term wrote is absent: to read it is a miss. So `=` names its right-hand side, which
-is read in its place where it sums nothing; where it sums, a reader asks by `one` for what its terms ask for.
+A cell of a tensor made by `=` that no term wrote is absent: to read it is a miss. So `=` names its right-hand side,
+which is read in its place where it sums nothing; where it sums, a reader asks by `one` for what its terms ask for.
 """
 
 from __future__ import annotations

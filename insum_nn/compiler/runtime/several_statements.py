@@ -270,7 +270,7 @@ def _inferred(
     given: Mapping[str, Sequence[int | None]],
     sizes: Mapping[str, int],
 ) -> tuple[dict[str, list[int | None]], dict[str, int]]:
-    """Find the shapes of all tensors, and the extents of indices, by indices and by entries that address axes of several of them."""
+    """Find shapes and extents, by indices and by entries that address axes of several tensors."""
     for name in given:
         if name not in written and all(name != each for each, _ in accesses):
             raise InsumFormatError(

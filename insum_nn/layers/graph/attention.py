@@ -175,7 +175,7 @@ class GATConv(_Attention, gat_conv.GATConv):
 class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):
     """The graph attention of Brody et al.: `torch_geometric.nn.GATv2Conv`, without a tensor of edges and features.
 
-        S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], negative_slope) * A[h,c]   and, with features of edges, + F[e,h,c]
+        S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], slope) * A[h,c]      and, with features of edges, + F[e,h,c]
         W = softmax of S over the edges of each node I[e]
         Y[I[e],h,c] += W[e,h] * V[J[e],h,c]
 

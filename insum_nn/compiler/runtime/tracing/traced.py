@@ -110,6 +110,7 @@ def option_values(options: Options) -> list[Any]:
 
 
 def options_of(values: Sequence[Any]) -> Options:
+    """Return the options of `option_values`."""
     return Options(**dict(zip(_OPTION_NAMES, values, strict=True)))
 
 
