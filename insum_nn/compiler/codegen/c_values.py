@@ -32,7 +32,7 @@ from insum_nn.compiler.passes.cpu.place_lanes import extent_of, place_lanes, ste
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["NotInC", "Pieces", "Range", "Slot", "Values"]
+__all__ = ["NotInC", "Pieces", "Range", "Slot", "Values", "is_index"]
 
 # Steps of a loop over entries that a row is asked for ahead of its use.
 _AHEAD = 8
