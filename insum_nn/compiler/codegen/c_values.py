@@ -32,7 +32,7 @@ from insum_nn.compiler.passes.cpu.place_lanes import extent_of, place_lanes, ste
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["NotInC", "Pieces", "Range", "Slot", "Values", "is_index"]
+__all__ = ["NotInC", "Pieces", "Range", "Slot", "Values"]
 
 # Steps of a loop over entries that a row is asked for ahead of its use.
 _AHEAD = 8
@@ -175,13 +175,13 @@ class Values:
     def number_text(self, value: Expr, row: int) -> str:
         """A number that is the same for all lanes, of values that are named already."""
         named = self.names.get((value, self.row_of(row, value)))
-        if named is not None and not (isinstance(value, Load) and is_index(value)):
+        if named is not None and not (isinstance(value, Load) and _is_index(value)):
             return named
         if isinstance(value, Const):
             if not dtype_of(self.dtype).is_floating and value.value != int(value.value):
                 raise NotInC(f"{value.value} times {self.dtype}")
             return literal(value.value, self.dtype)
-        if not isinstance(value, Op) or is_integer(value):
+        if not isinstance(value, Op) or _is_integer(value):
             return f"({self.number.number}){self.text(value, row)}"
         return self.applied(value, [self.number_text(arg, row) for arg in value.args], 1)
 
@@ -291,7 +291,7 @@ class Values:
             self.line(f"if (!({' | '.join(self.flags[r][0] for r in range(self.rows))})) continue;")
 
     def declare_load(self, load: Load) -> None:
-        index = is_index(load)
+        index = _is_index(load)
         for row in range(self.rows if self.blocked(load) else 1):
             offset = self.offset(load.buffer, load.subscripts, row)
             if self.varies(load):
@@ -423,16 +423,16 @@ def _plain_lookups(load: Load) -> bool:
 
 def _applied(value: Expr) -> list[Op]:
     """The factors of a product that are functions of numbers."""
-    return [factor for factor in factors_of_value(value) if isinstance(factor, Op) and not is_integer(factor)]
+    return [factor for factor in factors_of_value(value) if isinstance(factor, Op) and not _is_integer(factor)]
 
 
-def is_integer(value: Expr) -> bool:
+def _is_integer(value: Expr) -> bool:
     """Whether a factor is an index, or what a static table's entries and steps add up to."""
     if isinstance(value, Op):
-        return value.name in ("add", "sub", "mul") and all(map(is_integer, value.args))
+        return value.name in ("add", "sub", "mul") and all(map(_is_integer, value.args))
     return isinstance(value, Index) or (isinstance(value, Const) and value.dtype == "int64")
 
 
-def is_index(load: Load) -> bool:
+def _is_index(load: Load) -> bool:
     """Whether a read is an integer that addresses something."""
     return load.buffer.name.startswith("x") or load.buffer.name in ("begin", "order")
