@@ -200,7 +200,7 @@ def _one_statement_only(
     for name, value in given.items():
         if value is not None and value is not False:
             raise InsumFormatError(
-                f"{name}= is for one statement, and the text has several",
+                f"{name}= is for a text that is one statement alone",
                 expression=expression,
                 fix="write the function as a statement, or convert what is returned.",
             )
@@ -301,6 +301,7 @@ def insum(
     chosen = DEFAULT if options is None else options
     if is_program(expression):
         _one_statement_only(expression, activation, out_dtype, drop_outside, out)
+        check_kinds(sizes=sizes, shapes=out_shape, tensors=tensors, options=options)
         chosen = replace(chosen, validate=True) if validate else chosen
         shapes = cast(Any, out_shape) or {}
         merged = {**(tensors or {}), **named}

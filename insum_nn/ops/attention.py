@@ -118,13 +118,13 @@ def attention(
     >>> y[:, 0, 0].tolist(), weights[:, 0].tolist()
     ([1.0, 0.0], [0.5, 0.5])
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor = static_shape(query)[-1] ** -0.5 if scale is None else scale
     ends = {"I": receives, "J": sends}
     edges = {} if edge is None else {"F": edge}
-    scores = {"Q": query, "K": key, "scale": torch.tensor(scale, dtype=query.dtype, device=query.device)}
+    scores = {"Q": query, "K": key, "scale": query.new_full((), factor)}
     weights = run_promoted(f"{_DOTS[edge is not None]}\n{SOFTMAX}", {**scores, **edges}, ends, options)
     kept = torch.nn.functional.dropout(weights, dropout) if dropout else weights
-    nodes = {"Y": (static_shape(query)[0], None, None)}
+    nodes = {"Y": (query.shape[0], None, None)}
     found = run_promoted(_SUMS[edge is not None], {"W": kept, "V": value, **edges}, ends, options, nodes)
     return found, weights
 

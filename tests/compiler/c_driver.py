@@ -18,7 +18,6 @@ from torch import Tensor
 from insum_nn.compiler.codegen.c import CKernel, c_kernel
 from insum_nn.compiler.codegen.c_prelude import PIECES
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
-from insum_nn.compiler.ir.interpret import interpret_kernel
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
 from insum_nn.compiler.lang.bind import bind, layout_of
 from insum_nn.compiler.lang.derivative import derivatives
@@ -30,6 +29,7 @@ from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.dtypes import VALUE_DTYPES
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.testing.random_programs import random_program
+from tests.compiler.ir_interpreter import interpret_kernel
 
 __all__ = ["COMPILER", "FLAGS", "Case", "case_of", "check", "compiled", "extent", "random_cases", "sorted_entries"]
 

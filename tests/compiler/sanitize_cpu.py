@@ -2,9 +2,9 @@
 
     python -m tests.compiler.sanitize_cpu [random programs]
 
-Every statement of the tests of generated C and its derivatives, statements over static tables, and random programs with
-theirs, in float32 and in the dtypes that random programs draw. Memory is torch's, each tensor of it an allocation of
-its own, so that an address next to any of them ends the process. The tests compare the results.
+Every statement of the tests of generated C and its derivatives, statements over static tables, functions, and random
+programs with theirs, in float32 and in the dtypes that random programs draw. Memory is torch's, each tensor of it an
+allocation of its own, so that an address next to any of them ends the process. The tests compare the results.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from tests.compiler.c_driver import COMPILER, Case, case_of, compiled, random_cases
 from tests.compiler.test_c_kernels import STATEMENTS, in_dtype, products, with_derivatives
+from tests.compiler.test_functions import c_cases
 
 _SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1 -O0".split()
 # Kernels of one library: the sanitizers' compiler takes more than a linear time.
@@ -30,6 +31,9 @@ def _cases(programs: int) -> Iterator[Case]:
     for statements in (iter(STATEMENTS), products()):
         for _, statement, tensors, options in with_derivatives(statements):
             yield case_of(statement, in_dtype(tensors, torch.float32), **options)
+    for columns in (1, 21):
+        for _, case, _ in c_cases(torch.float32, columns, gradients=True):
+            yield case
     for seed in range(programs):
         for case, _ in random_cases(seed):
             yield case

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 import pickle
+import random
+from functools import partial
+from typing import Any
 
 import pytest
 
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.lang.syntax import Access, Index, Number, Statement, Subscript, Term
-from insum_nn.errors import Span
+from insum_nn.compiler.lang.syntax import Access, Factor, Index, Number, Statement, Subscript, Term
+from insum_nn.errors import InsumSyntaxError, Span
 from insum_nn.testing.random_programs import random_program
 
 NOWHERE = Span(0, 0)
@@ -57,6 +62,24 @@ CANONICAL = {
     "Ce\u0301[i] += A[i]": "C\u00e9[i] += A[i]",
     "e1[i] += e1e[i] * e": "e1[i] += e1e[i] * e",
     "x[i] += 1e1*e1": "x[i] += 10.0 * e1",
+    "C[i] += (A[i]) * ((B[i]))": "C[i] += A[i] * B[i]",
+    "C[i] += A[i]*(B[i]*x)": "C[i] += A[i] * B[i] * x",
+    "C[i] += A[i]+B[i]-2*x": "C[i] += A[i] + B[i] - 2 * x",
+    "C[i] += A[i]-B[i]": "C[i] += A[i] - B[i]",
+    "C[i] += A[i]-(B[i]-x)": "C[i] += A[i] - (B[i] - x)",
+    "C[i] += (A[i]+B[i])+(x+y)": "C[i] += A[i] + B[i] + x + y",
+    "C[i] += -A[i]": "C[i] += -1 * A[i]",
+    "C[i] += A[i] + -2/B[i]": "C[i] += A[i] + -2 / B[i]",
+    "C[i] += A[i] * (-2)**2": "C[i] += A[i] * ((-2)**2)",
+    "C[i] += --A[i]": "C[i] += 1 * A[i]",
+    "C[i] += - 2": "C[i] += -2",
+    "C[i] += -A[i]**2": "C[i] += -1 * (A[i]**2)",
+    "C[i] += (-A[i])**-2": "C[i] += (-A[i])**-2",
+    "C[i] += A[i]/B[i]/x*y": "C[i] += (A[i] / (B[i] * x)) * y",
+    "C[i] += A[i]/(B[i]/x)": "C[i] += A[i] / (B[i] / x)",
+    "C[i] += exp(A[i]-M[E[i]])*2": "C[i] += exp(A[i] - M[E[i]]) * 2",
+    "C[i] += leaky_relu( A[i] , -.2 )": "C[i] += leaky_relu(A[i], -0.2)",
+    "exp[i] += exp(exp[i])*return": "exp[i] += exp(exp[i]) * return",
 }
 
 
@@ -77,6 +100,70 @@ def test_random_statements_read_back(profile: str):
         statement = parse(random_program(seed, profile=profile).expression)
         assert parse(str(statement)) == statement
         assert str(parse(str(statement))) == str(statement)
+
+
+def _expression(rng: random.Random, depth: int) -> str:
+    """Random text of numbers, names, signs and functions, with and without parentheses, that Python reads too."""
+    kind = rng.randrange(9) if depth else 8
+    part = partial(_expression, rng, depth - 1)
+    if kind < 4:
+        sign = rng.choice(["+", " - ", "*", " / ", " * "])
+        return f"{part()}{sign}{part()}"
+    if kind == 4:
+        return f"({part()})"
+    if kind == 5:
+        return f"{rng.choice('-+')}{part()}"
+    if kind == 6:
+        return f"{rng.choice(['a', 'c', '2', '(-2)', '(a - b)', 'exp(b)'])}**{rng.choice(['2', '-1', '3', '0'])}"
+    if kind == 7 and rng.random() < 0.2:
+        return f"exp({part()})**0.5"
+    if kind == 7:
+        return f"leaky_relu({part()}, -0.5)" if rng.random() < 0.3 else f"{rng.choice(['tanh', 'sin'])}({part()})"
+    return rng.choice(["a", "b", "c", "2", "0.5", "3", "1e-1"])
+
+
+_PYTHON: dict[str, Any] = {
+    "exp": math.exp,
+    "tanh": math.tanh,
+    "sin": math.sin,
+    "leaky_relu": lambda u, slope: u if u > 0 else u * slope,
+    "add": lambda *each: sum(each),
+    "mul": lambda *each: math.prod(each),
+    "div": operator.truediv,
+    "pow": operator.pow,
+}
+
+
+def _value(factor: Factor, names: dict[str, float]) -> Any:
+    if isinstance(factor, Number):
+        return factor.value
+    if isinstance(factor, Access):
+        return names[factor.name]
+    return _PYTHON[factor.function](*(_value(arg, names) for arg in factor.args))
+
+
+def test_expressions_mean_what_they_mean_in_python():
+    rng, names, compared = random.Random(7), {"a": 1.25, "b": -0.75, "c": 3.0}, 0
+    for _ in range(3000):
+        text = _expression(rng, 5)
+        try:
+            statement = parse(f"r += {text}")
+        except InsumSyntaxError:
+            # Deeper than a statement may be.
+            continue
+        again = parse(str(statement))
+        assert again == statement, text
+        assert str(again) == str(statement)
+        try:
+            want = eval(text, {"__builtins__": {}}, {**_PYTHON, **names})
+        except (ZeroDivisionError, OverflowError):
+            continue
+        got = math.prod(_value(factor, names) for factor in statement.factors)
+        assert got == pytest.approx(want, rel=1e-9, abs=1e-12), text
+        printed = eval(str(statement).removeprefix("r += "), {"__builtins__": {}}, {**_PYTHON, **names})
+        assert printed == pytest.approx(want, rel=1e-9, abs=1e-12), str(statement)
+        compared += 1
+    assert compared > 2000
 
 
 def test_all_spellings_are_one_statement():
@@ -100,6 +187,14 @@ def test_other_statements_differ():
         "C[i] += A[2*i]",
         "C[i] += A[E[i]]",
         "C[i] += A",
+        "C[i] += A[i] * (-1 * -1)",
+        "C[i] += A[i] + A[i]",
+        "C[i] += A[i] - A[i]",
+        "C[i] += A[i] / A[i]",
+        "C[i] += A[i]**2",
+        "C[i] += exp(A[i])",
+        "C[i] += exp[i]",
+        "C[i] += detach(A[i])",
     ]
     assert len({parse(text) for text in texts}) == len(texts)
 

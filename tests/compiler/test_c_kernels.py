@@ -15,7 +15,6 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.c import NotInC, c_kernel
 from insum_nn.compiler.codegen.c_prelude import Helpers
-from insum_nn.compiler.ir.interpret import interpret_kernel
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import Epilogue
@@ -38,6 +37,7 @@ from tests.compiler.c_driver import (
     sorted_entries,
     translation_unit,
 )
+from tests.compiler.ir_interpreter import interpret_kernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 

@@ -103,12 +103,22 @@ SYNTAX = {
     "walrus": "C[i] := A[i]",
     "missing_factor": "C[i] += A[i] *",
     "missing_star": "C[i] += A[i] B[i]",
-    "sum_of_terms": "C[i] += A[i] + B[i]",
-    "difference": "C[i] += A[i] - B[i]",
-    "quotient": "C[i] += A[i] / B[i]",
-    "power": "C[i] += A[i] ** 2",
-    "parentheses": "C[i] += (A[i]) * B[i]",
-    "call": "C[i] += exp(A[i])",
+    "missing_summand": "C[i] += A[i] +",
+    "lacking_summand": "C[i] += A[i,k] * x[k] + b[i] - c",
+    "missing_divisor": "C[i] += A[i] / * B[i]",
+    "exponent_a_tensor": "C[i] += A[i] ** B[i]",
+    "exponent_of_an_exponent": "C[i] += A[i] ** 2 ** 3",
+    "slope_a_tensor": "C[i] += leaky_relu(A[i], 2 * alpha)",
+    "unclosed_parenthesis": "C[i] += (A[i] + B[i] * C[i]",
+    "parenthesis_for_bracket": "C[i] += exp(A[i]] * B[i]",
+    "empty_parentheses": "C[i] += () * B[i]",
+    "no_argument": "C[i] += exp()",
+    "two_arguments": "C[i] += exp(A[i], B[i])",
+    "one_argument": "C[i] += leaky_relu(A[i])",
+    "three_arguments": "C[i] += eq(A[i], B[i], 1)",
+    "misspelt_function": "C[i] += 2 * sigmod(A[i])",
+    "unknown_function": "C[i] += where(A[i], B[i])",
+    "factors_in_parentheses": "C[i] += exp(A[i] B[i])",
     "attribute": "C[i] += layer.weight[i]",
     "slice": "C[i] += A[i, :]",
     "ellipsis": "C[i] += A[..., i]",
@@ -126,19 +136,26 @@ SYNTAX = {
     "zero_coefficient": "C[i] += A[i + 0*j]",
     "cancelled_index": "C[i] += A[i + j - j]",
     "double_sign": "C[i] += A[i - -1]",
-    "negative_tensor": "C[i] += -A[i]",
-    "two_statements": "C[i] += A[i]; D[i] += B[i]",
-    "two_lines": "C[i] += A[i]\nD[i] += B[i]",
+    "second_statement": "C[i] += A[i]; D[i] C[i]",
+    "statement_without_text": "# a note\n;",
+    "return_alone": "return Y",
+    "return_first": "S[i] += A[i]; return S; Y[i] += S[i]",
+    "return_of_an_access": "S[i] += A[i]; return S[i]",
+    "absent_cells": "S[i] = A[i,k+1] * B[k]; Y[i] += S[i]",
+    "absent_entries": "S[E[i]] = A[i]; Y[i] += S[i]",
     "quotes": "C['i'] += A[i]",
-    "comment": "C[i] += A[i] # note",
+    "unclosed_in_a_program": "S[i] += A[i]; C[i] += exp(S[i]; D[i] += C[i]",
+    "several_in_parentheses": "C[i] += (A[i], B[i])",
     "null_byte": "C[i] += A[\x00i]",
     "right_to_left_mark": "C[i] += A\u202e[i]",
     "lone_surrogate": "C[i] += A[\ud800]",
-    "full_width": "Ｃ[i] += Ａ[ｉ] + 3",
+    "full_width": "Ｃ[i] += Ａ[ｉ] ＋ 3",
     "wide_text": "出力[i] += 特徴量[i] @ B[i]",
     "combining_text": "Ce\u0301[i] += A[i] $ B[i]",
     "long_text": "C[i] += " + " * ".join(f"Factor{n}[i]" for n in range(30)) + " * & * D[i]",
     "too_many_factors": "C[i] += " + " * ".join(["A[i]"] * 65),
+    "too_many_summands": "C[i] += " + " + ".join(["A[i]"] * 65),
+    "too_many_divisors": "C[i] += A[i]" + " / exp(B[i]) * A[i]" * 64,
     "too_many_subscripts": "C[i] += A[" + ",".join(["i"] * 65) + "]",
     "too_many_terms": "C[i] += A[" + "+".join(["i"] * 65) + "]",
     "too_many_indices": "C[i] += " + " * ".join(f"A[i{n},j{n}]" for n in range(40)),
@@ -146,6 +163,8 @@ SYNTAX = {
     + ",".join("+".join(f"E{n}[i]" for n in range(m, m + 60)) for m in range(5))
     + "]",
     "too_deep": "C[i] += " + "A[" * 40 + "i" + "]" * 40,
+    "too_many_parentheses": "C[i] += " + "exp(" * 33 + "A[i]" + ")" * 33,
+    "too_many_signs": "C[i] += " + "-" * 33 + "A[i]",
     "too_long": "C[i] += A[i]" + " " * 20_000,
 }
 
@@ -168,6 +187,7 @@ CASES: dict[str, Case] = {
     ),
     "overflow_number": Case(InsumOverflowError, compiling("C[i] += 99999999999999999999 * A[i]")),
     "overflow_float": Case(InsumOverflowError, compiling("C[i] += 1e400 * A[i]")),
+    "overflow_exponent": Case(InsumOverflowError, compiling("C[i] += A[i] ** -1e400")),
     # Names.
     "written_never_read": Case(
         InsumNameError,
@@ -191,6 +211,7 @@ CASES: dict[str, Case] = {
     "output_also_read": Case(InsumAliasError, compiling("C[D[y],x] += A[y,E[r]] * C[r,x]"), {"tensor": "C"}),
     "output_read_twice": Case(InsumAliasError, compiling("C[i] max= C[i] * A[C[i]]"), {"tensor": "C"}),
     "output_directs_itself": Case(InsumAliasError, compiling("C[C[i]] += A[i]"), {"tensor": "C"}),
+    "output_read_in_a_function": Case(InsumAliasError, compiling("C[i] += A[i] / (1 + exp(-C[i]))"), {"tensor": "C"}),
     "output_scalar_read": Case(InsumAliasError, compiling("s += s * A[i]"), {"tensor": "s"}),
     # Ranks and extents.
     "rank": Case(InsumShapeError, spmm(B=torch.ones(2)), {"tensor": "B", "expected": 2, "got": 1}),
@@ -293,6 +314,12 @@ CASES: dict[str, Case] = {
         InsumDtypeError, running("y[i] += x[i]", x=torch.ones(3, dtype=torch.complex64)), {"tensor": "x"}
     ),
     "dtype_bool": Case(InsumDtypeError, running("y[i] += x[i]", x=torch.ones(3, dtype=torch.bool)), {"tensor": "x"}),
+    "dtype_of_a_function": Case(
+        InsumDtypeError, running("y[i] += relu(x[i]) * exp(-x[i])", x=torch.arange(3)), {"got": torch.int64}
+    ),
+    "dtype_of_a_quotient": Case(InsumDtypeError, running("y[i] += (x[i] + 1) / 2", x=torch.arange(3))),
+    "dtype_of_a_power": Case(InsumDtypeError, running("y[i] += x[i]**-1", x=torch.arange(3))),
+    "dtype_of_a_number_in_a_function": Case(InsumDtypeError, running("y[i] += relu(x[i] - 0.5)", x=torch.arange(3))),
     "dtype_of_a_number": Case(InsumDtypeError, running("y[i] += 0.5 * x[i]", x=torch.arange(3))),
     "device_mix": Case(InsumDeviceError, spmm(B=torch.ones(2, 4, device="meta"))),
     # Index values.
@@ -424,6 +451,74 @@ CASES: dict[str, Case] = {
         InsumOverflowError,
         running("y[i] += x[E[i]+F[i]]", E=torch.tensor([2**62]), F=torch.tensor([2**62]), x=torch.ones(2)),
     ),
+    # Programs of several statements.
+    "program_read_before_written": Case(
+        InsumNameError, compiling("Y[i] += S[i]; S[i] += A[i]; return Y, S"), {"tensor": "S"}
+    ),
+    "program_written_after_read": Case(
+        InsumNameError, compiling("S[i] += A[i]\nY[i] += S[i]\nS[i] += B[i]"), {"tensor": "S"}
+    ),
+    "program_two_maxima": Case(InsumNameError, compiling("Y[i] max= A[i]; Y[i] max= B[i]"), {"tensor": "Y"}),
+    "program_assigned_after_a_sum": Case(InsumNameError, compiling("Y[i] += A[i]; Y[i] = B[i]"), {"tensor": "Y"}),
+    "program_reads_what_it_writes": Case(InsumAliasError, compiling("S[i] += A[i]; S[i] += S[i]"), {"tensor": "S"}),
+    "program_never_used": Case(InsumNameError, compiling("C[i] += A[i]; D[i] += B[i]"), {"tensor": "C"}),
+    "program_returns_an_input": Case(InsumNameError, compiling("C[i] += A[i]; return C, A"), {"tensor": "A"}),
+    "program_writes_an_index_tensor": Case(
+        InsumAliasError, compiling("I[e] += K[e]\nY[i] += X[e,i] * Q[I[e]]"), {"tensor": "I"}
+    ),
+    "program_not_passed": Case(
+        InsumNameError, running("S[i] = exp(x[i]); y += S[i] * w[i]", x=torch.ones(3)), {"tensor": "w"}
+    ),
+    "program_not_used": Case(
+        InsumNameError,
+        running("S[i] += exp(x[i]); y += S[i]", x=torch.ones(3), w=torch.ones(3)),
+        {"tensor": "w"},
+    ),
+    "program_assignment_started": Case(
+        InsumNameError, running("S[i] = exp(x[i]); y += S[i]", x=torch.ones(3), S=torch.ones(3)), {"tensor": "S"}
+    ),
+    "program_rank": Case(InsumShapeError, running("S[i] += x[i]; y += S[i]", x=torch.ones(3, 2)), {"tensor": "x"}),
+    "program_not_a_tensor": Case(InsumDtypeError, running("S[i] += exp(x[i]); y += S[i]", x=[1.0]), {"tensor": "x"}),
+    "program_rank_of_a_temporary": Case(
+        InsumShapeError, running("S[i] += x[i]; y += S[i,i]", x=torch.ones(3)), {"tensor": "S"}
+    ),
+    "program_extents": Case(
+        InsumShapeError, running("S[i] += exp(x[i]); y += S[i] * w[i]", x=torch.ones(3), w=torch.ones(2))
+    ),
+    "program_output_extent_unknown": Case(
+        InsumShapeError, running("Z[I[e]] += x[e]; Y += exp(Z[n])", x=torch.ones(3), I=torch.tensor([0, 1, 1]))
+    ),
+    "program_dtype_mix": Case(
+        InsumDtypeError, running("S[i] += exp(x[i]); y += S[i] * w[i]", x=torch.ones(3), w=torch.ones(3).double())
+    ),
+    "program_dtype_mix_with_half": Case(
+        InsumDtypeError, running("S[i] += exp(x[i]); y += S[i] * w[i]", x=torch.ones(3).half(), w=torch.ones(3))
+    ),
+    "program_out_of_range": Case(
+        InsumRangeError,
+        running(
+            "Z[I[e]] += exp(x[e]); Y[e] = x[e] / Z[I[e]]",
+            x=torch.ones(3),
+            I=torch.tensor([0, 4, 1]),
+            out_shape={"Z": (3,)},
+        ),
+        {"tensor": "I"},
+    ),
+    "program_shape_of_an_unknown": Case(
+        InsumFormatError, running("S[i] += x[i]; y += exp(S[i])", x=torch.ones(3), out_shape={"Z": (3,)})
+    ),
+    "program_shape_alone": Case(
+        InsumDtypeError, running("S[i] += x[i]; y += exp(S[i])", x=torch.ones(3), out_shape=(3,))
+    ),
+    "program_shape_of_another_rank": Case(
+        InsumShapeError,
+        running("S[i] += x[i]; y += exp(S[i])", x=torch.ones(3), out_shape={"S": (3, 3)}),
+        {"tensor": "S"},
+    ),
+    "program_with_an_activation": Case(InsumFormatError, compiling("S[i] += x[i]; y += exp(S[i])", activation="relu")),
+    "program_with_out": Case(
+        InsumFormatError, running("S[i] += x[i]; y += exp(S[i])", x=torch.ones(3), out=torch.ones(()))
+    ),
     # Several at once: the first is raised, the others stand in its text.
     "several_names": Case(InsumNameError, compiling("C[z,w] += A[i] * C[i] * A[i,j]"), {"index": "z"}),
     "several_dtypes": Case(
@@ -480,9 +575,9 @@ def test_message(name: str, golden: Golden):
 
 
 def test_every_class_has_a_case_or_another_test():
-    """Errors of formats, optional packages and backends have other tests; `test_backend_error` is below."""
+    """Errors of optional packages and backends have other tests; `test_backend_error` is below."""
     tested = {case.raises for case in CASES.values()}
-    assert set(BUILTINS) - tested == {InsumFormatError, MissingExtraError, InsumBackendError}
+    assert set(BUILTINS) - tested == {MissingExtraError, InsumBackendError}
     assert all(issubclass(cls, InsumError) for cls in BUILTINS)
 
 
@@ -499,7 +594,7 @@ def test_spans_are_the_tokens_at_fault():
     first = error.expression.index("E[r]") + 2
     assert [span.start for span in error.spans] == [first, error.expression.index("B[r") + 2]
     error = caught(CASES["syntax_full_width"])
-    assert [error.expression[span.start : span.stop] for span in error.spans] == ["+"]
+    assert [error.expression[span.start : span.stop] for span in error.spans] == ["＋"]
 
 
 def test_several_faults_are_raised_together():

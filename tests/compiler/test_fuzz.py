@@ -28,6 +28,12 @@ ALPHABET = (
     + "éλ列Ⅷ²½\u0301\u202e\u200b\ud800\U0001f600"
 )
 TOKENS = ("C", "A", "E", "i", "j", "[", "]", ",", "*", "+", "-", "+=", "=", "max=", "min=", "max", "2", "0", "1.5", " ")
+TOKENS += ("(", ")", "/", "**", "exp", "eq", "one", "return", ";", "\n", "#")
+PROGRAMS = (
+    "S[e] = exp(Q[I[e]] - K[J[e]]); Z[I[e]] += S[e]; Y[I[e]] += S[e] / Z[I[e]]",
+    "M max= detach(x[i]) # largest\nZ += exp(x[i] - M)\nreturn M, Z",
+    "Y[i] = -(A[i] + 2 * leaky_relu(B[i], 0.1) ** 2) / (1 - one(A[i]))",
+)
 HOSTILE = (
     "__import__('os').system('touch pwned')",
     "C[i] += __import__('os')[i]",
@@ -79,6 +85,16 @@ HOSTILE = (
     "=" * 1000,
     "+=" * 1000,
     "max=min=" * 100,
+    "C[i] += " + "(" * 9_000 + "A[i]" + ")" * 9_000,
+    "C[i] += " + "exp(" * 3_000,
+    "C[i] += A[i]" + " / A[i]" * 2_000,
+    "C[i] += A[i]" + " ** 2" * 2_000,
+    "C[i] += " + "(" + " + ".join(["A[i]"] * 60) + ")" + " * A[i]" * 60,
+    "C[i] += A[i]; " + "(" * 100_000,
+    ";".join(f"S{n}[i] += A[i]" for n in range(500)),
+    ";".join(f"S{n + 1}[i] = S{n}[i] * S{n}[i]" for n in range(30)),
+    "; ".join(f"return C{n}" for n in range(500)),
+    ";" * 10_000 + "#" * 10_000 + "\n" * 10_000,
     "",
     " ",
     "i",
@@ -119,7 +135,7 @@ def _huge(rng: random.Random) -> str:
 
 def _mutated(rng: random.Random) -> str:
     """A valid statement with a few characters dropped, doubled, replaced or moved, or spliced with a hostile text."""
-    text = list(random_program(rng.randrange(300)).expression)
+    text = list(rng.choice((random_program(rng.randrange(300)).expression, *PROGRAMS)))
     for _ in range(rng.randrange(1, 5)):
         at = rng.randrange(len(text)) if text else 0
         kind = rng.randrange(5)
@@ -201,7 +217,7 @@ def seen(text: str) -> insum_nn.Program | InsumError:
         assert len(str(result)) < 10_000
         str(result).encode("utf-8")
     else:
-        assert insum_nn.compile(result.expression).statement == result.statement
+        assert insum_nn.compile(result.expression).expression == result.expression
     return result
 
 

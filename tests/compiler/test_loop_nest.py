@@ -13,7 +13,6 @@ from insum_nn.compiler.forms.form import make_form
 from insum_nn.compiler.forms.nest import nest_of
 from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
-from insum_nn.compiler.ir.interpret import interpret_kernel
 from insum_nn.compiler.ir.nodes import Const, Index, Kernel, Op, Size, Store, conjunction, operation, walk
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.ir.verify import verify_kernel
@@ -26,6 +25,7 @@ from insum_nn.compiler.runtime.dispatch import parse_cached
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.random_programs import random_program
+from tests.compiler.ir_interpreter import interpret_kernel
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 FACTS = {"Row": IndexFacts(sorted=True, masked=False), "Col": IndexFacts(masked=True)}

@@ -16,7 +16,6 @@ from insum_nn.compiler.forms.nest import nest_of
 from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.ir.build import OUTPUT, Names
 from insum_nn.compiler.ir.graph import stores_of
-from insum_nn.compiler.ir.interpret import interpret_kernel
 from insum_nn.compiler.ir.nodes import OPERATIONS, Alloc, Buffer, Const, If, Index, Kernel, Load, Loop, Op, Store
 from insum_nn.compiler.ir.nodes import walk as walk_nodes
 from insum_nn.compiler.ir.printer import show
@@ -37,6 +36,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.testing.random_programs import random_program
 from tests.compiler import fused_cases
 from tests.compiler.generated_cases import CASES, form_of
+from tests.compiler.ir_interpreter import interpret_kernel
 
 SCHEDULES = {
     "default lanes": Schedule(n=8, k=4),
@@ -279,7 +279,8 @@ def test_a_condition_masks_the_load_of_a_side_of_a_matrix_product():
 
 
 def test_triton_writes_every_operation():
-    assert {*triton_values._TEXT} == {*OPERATIONS}
+    # Library calls alone have to multiply by something where a statement only counts.
+    assert {*triton_values._TEXT} == {*OPERATIONS} - {"one"}
 
 
 def test_lanes_of_a_sum_keep_its_conditions():

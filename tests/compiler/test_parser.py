@@ -48,7 +48,8 @@ def test_numbers_beyond_64_bits(text: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["0x10", "1_000", "1j", "1.2.3", "1e", "١٢", "²", "½", "Ⅻ2[", "inf[", "1 2", "--1", "1-"]
+    "text",
+    ["0x10", "1_000", "1j", "1.2.3", "1e", "١٢", "²", "½", "Ⅻ2[", "inf[", "1 2", "--", "1-", "2**x", "2**", "1 +"],
 )
 def test_no_numbers(text: str):
     with pytest.raises(InsumSyntaxError):

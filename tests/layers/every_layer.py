@@ -16,7 +16,9 @@ from insum_nn.layers import (
     ElementwiseTensorProduct,
     FullTensorProduct,
     FullyConnectedTensorProduct,
+    GATConv,
     Gate,
+    GATv2Conv,
     GCNConv,
     Linear,
     PrunedConv2d,
@@ -33,6 +35,7 @@ from insum_nn.layers import (
     TensorProductConv,
     TensorProductScatter,
     TensorSquare,
+    TransformerConv,
 )
 from insum_nn.layers.spconv import AddTableMisaligned, SparseGlobalAvgPool, SparseGlobalMaxPool, ToDense
 
@@ -177,6 +180,11 @@ EVERY_LAYER: dict[str, Case] = {
     "GCNConv": Case(lambda o: _On(GCNConv(2, 3, options=o)), **_graph(2, weighted=True)),
     "GCNConv, narrowing": Case(lambda o: _On(GCNConv(3, 2, options=o)), **_graph(3, weighted=True)),
     "GCNConv, no weights": Case(lambda o: _On(GCNConv(3, 2, options=o)), **_graph(3, weighted=False)),
+    "GATConv": Case(lambda o: _On(GATConv(3, 2, 2, add_self_loops=False, options=o)), **_graph(3, weighted=False)),
+    "GATv2Conv": Case(
+        lambda o: _On(GATv2Conv(3, 2, 2, edge_dim=1, add_self_loops=False, options=o)), **_graph(3, weighted=True)
+    ),
+    "TransformerConv": Case(lambda o: _On(TransformerConv(3, 2, 2, options=o)), **_graph(3, weighted=False)),
     "BlockSparseLinear": Case(
         lambda o: _On(BlockSparseLinear(5, 4, block_shape=2, density=0.5, options=o)), **_batch(5)
     ),

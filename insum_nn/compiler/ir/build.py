@@ -141,16 +141,15 @@ class _Builder:
             return Const(factor.value, "float64" if isinstance(factor.value, float) else "int64")
         if factor.function in ("add", "mul"):
             return self.chain(factor.function, factor.args)
-        args = [*map(self.value, factor.args)]
-        if factor.function == "one":
+        args, last = [*map(self.value, factor.args)], factor.args[-1]
+        exponent = last.value if factor.function == "pow" and isinstance(last, Number) else None
+        if factor.function == "one" or exponent == 0:
             # Only the conditions of its argument are left, where they stand by themselves.
-            return Op("one", tuple(args)) if self.reads_ones else Const(1)
+            return Op("one", tuple(args[:1])) if self.reads_ones else Const(1)
         if factor.function == "detach":
             return args[0]
-        if factor.function == "pow":
-            exponent = factor.args[1]
-            assert isinstance(exponent, Number)
-            return _power(args[0], exponent.value)
+        if exponent is not None:
+            return _power(args[0], exponent)
         return operation(factor.function, *args)
 
     def load(self, access: Access) -> Load:
@@ -214,5 +213,5 @@ def _power(base: Expr, exponent: float) -> Expr:
             found = square if found is None else Op("mul", (found, square))
         left >>= 1
         square = Op("mul", (square, square)) if left else square
-    found = Const(1) if found is None else found
+    assert found is not None, "the exponent is not 0"
     return operation("div", Const(1), found) if exponent < 0 else found

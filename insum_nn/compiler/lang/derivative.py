@@ -157,6 +157,9 @@ def _local(factor: Apply, place: int) -> tuple[Factor, ...] | None:
     if factor.function == "pow":
         exponent = factor.args[1]
         assert isinstance(exponent, Number)
+        if exponent.value in (0, 1):
+            # Not 0 times an infinite power of 0.
+            return (exponent,) if exponent.value else None
         lower = Number(exponent.value - 1, exponent.span)
         return exponent, (u if lower.value == 1 else Apply("pow", (u, lower), factor.span))
     rule = {**SIGNS, **FUNCTIONS}[factor.function].derivatives[place]

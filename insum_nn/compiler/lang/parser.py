@@ -180,10 +180,10 @@ class _Parser:
 
     def expression(self) -> Factor:
         start = self.token.span
-        terms = [self.product()]
+        terms = [*_parts("add", self.product())]
         while sign := self.maybe("+", "-"):
             term = self.product()
-            terms.append(_negated(term, sign.span) if sign.text == "-" else term)
+            terms += [_negated(term, sign.span)] if sign.text == "-" else _parts("add", term)
             self.bound(len(terms), _MAX_FACTORS, "summands", term.span, "split the sum into several statements.")
         return terms[0] if len(terms) == 1 else Apply("add", tuple(terms), start.merge(terms[-1].span))
 
@@ -233,7 +233,7 @@ class _Parser:
             return self.access("a factor", self.factor_hint())
         self.deeper(bracket.span)
         value = self.expression()
-        self.close(bracket.span)
+        self.close(bracket.span, "')'", "write the parenthesis that closes this one.")
         return value
 
     def function(self) -> Apply:
@@ -253,7 +253,8 @@ class _Parser:
         args = [self.expression()]
         while self.maybe(","):
             args.append(self.expression())
-        span = name.span.merge(self.close(bracket.span))
+        fix = "write ',' between arguments, or ')' behind the last."
+        span = name.span.merge(self.close(bracket.span, "',' or ')'", fix))
         self.check_arguments(name, function, args, span)
         return Apply(name.text, tuple(args), span)
 
@@ -287,10 +288,9 @@ class _Parser:
                 expected=_MAX_DEPTH,
             )
 
-    def close(self, bracket: Span) -> Span:
+    def close(self, bracket: Span, expected: str, fix: str) -> Span:
         if self.token.text != ")":
-            fix = "write ',' between arguments, or ')' behind the last."
-            raise self.fail("',' or ')'", fix, [bracket, self.token.span])
+            raise self.fail(expected, fix, [bracket, self.token.span])
         self.depth -= 1
         return self.advance().span
 
@@ -470,9 +470,13 @@ class _Parser:
         return value
 
 
+def _parts(function: str, value: Factor) -> tuple[Factor, ...]:
+    """The summands of a sum, or the factors of a product."""
+    return value.args if isinstance(value, Apply) and value.function == function else (value,)
+
+
 def _factors(value: Factor) -> tuple[Factor, ...]:
-    """The factors of a product."""
-    return value.args if isinstance(value, Apply) and value.function == "mul" else (value,)
+    return _parts("mul", value)
 
 
 def _product(factors: Sequence[Factor], span: Span) -> Factor:

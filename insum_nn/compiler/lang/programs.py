@@ -17,10 +17,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from insum_nn.compiler.lang.parser import check_text, parse
 from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Index, Statement, Subscript, Term, leaves, replaced
-from insum_nn.errors import InsumAliasError, InsumError, InsumNameError, InsumSyntaxError, raise_collected
+from insum_nn.errors import (
+    InsumAliasError,
+    InsumError,
+    InsumNameError,
+    InsumShapeError,
+    InsumSyntaxError,
+    plural,
+    raise_collected,
+)
 
 __all__ = ["ProgramText", "is_program", "parse_program"]
 
@@ -62,8 +71,8 @@ class ProgramText:
 
 
 def is_program(text: object) -> bool:
-    """Return whether a text is more than one statement."""
-    return isinstance(text, str) and not {*";#\n"}.isdisjoint(text) and len([*_lines(text)]) > 1
+    """Return whether a text is of several statements, or of one with comments or line ends."""
+    return isinstance(text, str) and not {*";#\n"}.isdisjoint(text)
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -76,6 +85,9 @@ def _lines(text: str) -> Iterator[str]:
             line, depth = "", 0
         else:
             line += " " if character == "\n" else character
+    # What a bracket leaves open is a line, whose parser says so.
+    if line.strip():
+        yield line.strip()
 
 
 def parse_program(text: str) -> ProgramText:
@@ -85,6 +97,7 @@ def parse_program(text: str) -> ProgramText:
         InsumSyntaxError: a line is no statement, or a sum by `=` cannot be read as it is.
         InsumNameError: a tensor is read before it is complete, is never used, or is returned and never written.
         InsumAliasError: a tensor that is written directs what is read or written.
+        InsumShapeError: a tensor has two ranks.
 
     >>> program = parse_program("S[i] = exp(x[i]); Z += S[i]; Y[i] = S[i] / Z")
     >>> print(*program.steps, sep="; ")
@@ -96,7 +109,7 @@ def parse_program(text: str) -> ProgramText:
     for line in _lines(text):
         if results is not None:
             fix = "put it behind all statements."
-            raise InsumSyntaxError("'return' is not the last line", expression=text, fix=fix)
+            raise InsumSyntaxError("'return' is not the last line", expression=line, fix=fix)
         if found := _RETURN.fullmatch(line):
             results = tuple(dict.fromkeys(name.strip() for name in found[1].split(",")))
         else:
@@ -113,8 +126,20 @@ def _faults(statements: list[Statement], results: tuple[str, ...]) -> Iterator[I
     written = {s.output.name for s in statements}
     operators: dict[str, list[str]] = {}
     read: set[str] = set()
+    ranks: dict[str, int] = {}
     for statement in statements:
         output = statement.output
+        for access in statement.accesses():
+            rank = len(access.subscripts)
+            if ranks.setdefault(access.name, rank) != rank:
+                yield InsumShapeError(
+                    f"'{access.name}' has {plural(rank, 'subscript')} here, and {ranks[access.name]} before",
+                    expression=statement.text,
+                    spans=[access.span],
+                    fix="give it one subscript for each dimension.",
+                    tensor=access.name,
+                    got=rank,
+                )
         for access in (each for outer in (output, *statement.reads) for each in outer.nested()):
             if access.name in written:
                 yield InsumAliasError(
@@ -157,7 +182,7 @@ def _faults(statements: list[Statement], results: tuple[str, ...]) -> Iterator[I
             what = "returned and never written" if name not in written else "computed and never used"
             yield InsumNameError(
                 f"'{name}' is {what}",
-                expression="\n".join(s.text for s in statements),
+                expression="; ".join(s.text for s in statements),
                 fix="delete its statement, or return it." if name in written else "correct the name.",
                 tensor=name,
             )
@@ -174,29 +199,39 @@ def _lowered(statements: list[Statement], results: tuple[str, ...]) -> tuple[Sta
     names = {name: own[0] for name, own in writers.items() if len(own) == 1 and own[0].operator == "="}
     kept: dict[str, Statement] = {}
     steps: list[Statement] = []
-    for statement in statements:
+
+    def written_out(statement: Statement, *, whole: bool) -> Statement:
         guards: dict[Access, None] = {}
 
-        def read(access: Access, guards: dict[Access, None] = guards) -> Factor:
+        def read(access: Access) -> Factor:
             source = names.get(access.name)
             if source is None:
                 return access
             made = kept[access.name]
             places = {s.plain: given for s, given in zip(made.output.subscripts, access.subscripts, strict=True)}
             direct = all(s.plain is not None or s.indirect is not None for s in access.subscripts)
-            if _is_name(made) and direct and len(str(made)) < _SHORT:
+            if whole and _is_name(made) and direct and len(str(made)) < _SHORT:
                 moved = [replaced(factor, lambda each: _moved(each, places)) for factor in made.factors]
                 ones = [f for f in moved if isinstance(f, Apply) and f.function == "one"]
-                guards |= dict.fromkeys(f.args[0] for f in ones if isinstance(f.args[0], Access))
+                guards.update(dict.fromkeys(f.args[0] for f in ones if isinstance(f.args[0], Access)))
                 value = [f for f in moved if f not in ones] or [*moved]
                 return value[0] if len(value) == 1 else Apply("mul", tuple(value), access.span)
-            guards |= dict.fromkeys(_asked(source, made, places))
+            guards.update(dict.fromkeys(_asked(source, made, places)))
             return access
 
         factors = [replaced(factor, read) for factor in statement.factors]
         here = {leaf for leaf in leaves(*factors) if isinstance(leaf, Access)}
         factors += [Apply("one", (guard,), guard.span) for guard in guards if guard not in here]
-        step = parse(str(Statement(statement.output, statement.operator, tuple(factors), "")))
+        return parse(str(Statement(statement.output, statement.operator, tuple(factors), "")))
+
+    for statement in statements:
+        try:
+            step: Statement | None = written_out(statement, whole=True)
+        except InsumSyntaxError:
+            step = None
+        if step is None or _is_large(step):
+            # Its derivatives would be longer or deeper than a statement may be: what `=` names is computed before.
+            step = written_out(statement, whole=False)
         # What is unchanged keeps its text, and with it the places in it that errors show.
         kept[statement.output.name] = step = statement if step == statement else step
         steps.append(step)
@@ -207,6 +242,12 @@ def _lowered(statements: list[Statement], results: tuple[str, ...]) -> tuple[Sta
             needed |= {access.name for access in step.reads}
             found.insert(0, step)
     return tuple(found)
+
+
+def _is_large(statement: Statement) -> bool:
+    """Return whether a statement has half the factors, or is half as deep, as one may be."""
+    depths = accumulate((c == "(") - (c == ")") for c in str(statement))
+    return len(statement.factors) > 32 or max(depths) > 16
 
 
 def _is_name(statement: Statement) -> bool:

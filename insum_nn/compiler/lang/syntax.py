@@ -152,14 +152,19 @@ class Apply:
         first, *rest = self.args
         if self.function == "add":
             text = _text(first)
-            for each in map(_text, rest):
-                text += f" - {each[1:]}" if each.startswith("-") else f" + {each}"
+            for summand in rest:
+                each = _text(summand)
+                # A quotient's sign is its dividend's.
+                moved = each.startswith("-") and not (isinstance(summand, Apply) and summand.function == "div")
+                text += f" - {each[1:]}" if moved else f" + {each}"
             return text
         if self.function == "mul":
             minus = isinstance(first, Number) and repr(first.value) == "-1" and not isinstance(rest[0], Number)
             return ("-" if minus else f"{first} * ") + " * ".join(map(str, rest))
-        if self.function in ("div", "pow"):
-            return f"{first}{' / ' if self.function == 'div' else '**'}{rest[0]}"
+        if self.function == "div":
+            return f"{first} / {rest[0]}"
+        if self.function == "pow":
+            return f"({first})**{rest[0]}" if str(first).startswith("-") else f"{first}**{rest[0]}"
         return f"{self.function}({', '.join(map(_text, self.args))})"
 
 

@@ -19,6 +19,7 @@ __all__ = ["check_kinds", "check_static", "kinds_of", "stand_in", "static_tables
 _KINDS: dict[str, tuple[type, str]] = {
     "sizes": (Mapping, "a dict of extents by index name"),
     "out_shape": (Sequence, "a tuple of extents such as (4, None)"),
+    "shapes": (Mapping, "a dict of shapes by tensor name"),
     "tensors": (Mapping, "a dict of tensors by name"),
     "facts": (Mapping, "a dict of IndexFacts by tensor name"),
     "static": (Mapping, "a dict of tensors by name"),
@@ -40,6 +41,7 @@ def check_kinds(**arguments: object) -> None:
         if value is None or (isinstance(value, kind) and not (kind is Tensor and not_dense(value))):
             continue
         tensor = isinstance(value, Tensor) and kind is not Tensor
+        name = "out_shape" if name == "shapes" else name
         fix = f"pass a tensor of that name as tensors={{'{name}': ...}}." if tensor else f"pass {name}= as {what}."
         got = not_dense(value) or type(value).__name__
         raise InsumDtypeError(f"{name}= must be {what}, got {got}", fix=fix, expected=kind, got=type(value))

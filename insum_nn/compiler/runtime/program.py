@@ -245,7 +245,7 @@ class Program:
         initial = named.get(statement.output.name)
         if len(named) != len(self._names) + (initial is not None) or not named.keys() >= set(self._names):
             check_names(statement, named)
-        if torch._C._is_any_autocast_enabled():
+        if torch._C._is_any_autocast_enabled() and statement.is_product:
             named = {name: to_autocast(value) for name, value in named.items()}
             initial = named.get(statement.output.name)
         ordered = [named[name] for name in self._names]

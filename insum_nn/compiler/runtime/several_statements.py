@@ -9,24 +9,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.explain.report import Explanation
+from insum_nn.compiler.lang.bind import show_dtype
 from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.programs import parse_program
-from insum_nn.compiler.lang.syntax import Subscript
+from insum_nn.compiler.lang.syntax import Apply, Number, Subscript
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
+from insum_nn.compiler.runtime.modes import under_autocast
 from insum_nn.compiler.runtime.program import Program
+from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.tracing.traced import call_operator, constant, option_values, options_of
 from insum_nn.dtypes import is_widened
-from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 from insum_nn.tensor_cache import insert
 
 __all__ = ["StatementsProgram", "run_statements"]
 
 Shapes = Mapping[str, Sequence[int | None]]
+# Shapes and extents, as far as all that is passed shows them.
+Known = tuple[dict[str, tuple[int | None, ...]], dict[str, int]]
 NO_SHAPES: Shapes = {}
-# Calls of different sizes of which a program remembers shapes.
+# Calls of different sizes of which a program remembers these.
 _LIMIT = 64
 
 
@@ -39,7 +45,9 @@ class _Plan(NamedTuple):
         starts: tensors that may start with a value that is passed.
         written: tensors that statements write.
         results: those that are returned.
-        steps: what runs, in order: what it writes, what it reads and whether without a gradient, its indices, and its
+        casts: all are products, whose values autocast casts.
+        steps: what runs, in order: what it writes; what it reads, and whether without a gradient; its indices; those
+            whose extent no axis of what it reads or writes shows; whether it reads values only to count them; its
             program as text.
         axes: each access, and by axis the index or the entry that has its extent.
     """
@@ -49,6 +57,7 @@ class _Plan(NamedTuple):
     starts: tuple[str, ...]
     written: tuple[str, ...]
     results: tuple[str, ...]
+    casts: bool
     steps: tuple[tuple[Any, ...], ...]
     axes: tuple[tuple[str, tuple[str | None, ...]], ...]
 
@@ -77,7 +86,7 @@ class StatementsProgram:
         options: Options = DEFAULT,
         origin: Origin = "caller",
     ) -> None:
-        check_kinds(sizes=sizes, facts=facts, static=static, options=options)
+        check_kinds(sizes=sizes, shapes=out_shape, facts=facts, static=static, options=options)
         text = parse_program(expression)
         self.options = options
         self._sizes, self._out_shape = dict(sizes or {}), dict(out_shape or {})
@@ -99,13 +108,14 @@ class StatementsProgram:
         self.expression = str(text)
         statements = [*text.statements, *(program.statement for program in self.programs)]
         accesses = [access for s in statements for outer in (s.output, *s.reads) for access in (outer, *outer.nested())]
-        self._inferred: dict[object, dict[str, tuple[int | None, ...]]] = {}
+        self._known: dict[object, Known] = {}
         self._plan = _Plan(
-            self.expression,
+            self.expression.replace("\n", "; "),
             text.inputs,
             tuple(s.output.name for s in text.statements if s.operator != "="),
             text.written,
             text.results,
+            all(statement.is_product for statement in text.statements),
             tuple(_step(program) for program in self.programs),
             tuple(dict.fromkeys((access.name, tuple(map(_extent_of, access.subscripts))) for access in accesses)),
         )
@@ -139,10 +149,23 @@ class StatementsProgram:
             The tensor of the last statement, or the tuple of those that `return` names. In float16 and bfloat16
             programs everything is computed in float32, and what is returned is rounded.
         """
+        if sizes is not None or out_shape is not None or tensors is not None:
+            check_kinds(sizes=sizes, shapes=out_shape, tensors=tensors)
         programs = None if torch.compiler.is_dynamo_compiling() else self.programs
         shapes = {**self._out_shape, **(out_shape or NO_SHAPES)}
         extents = {**self._sizes, **(sizes or {})}
-        return _run(self._plan, programs, {**(tensors or {}), **named}, extents, shapes, self._inferred)
+        return _run(self._plan, programs, {**(tensors or {}), **named}, extents, shapes, self._known)
+
+    def explain(self, *, measure: bool = False, **call: Any) -> tuple[Explanation, ...]:
+        """Explain each statement that runs, in order; see `Program.explain`.
+
+        Args:
+            measure: also time them.
+            **call: the arguments of a call, which runs and is explained; without any only what the texts say is shown.
+        """
+        if not call:
+            return tuple(program.explain() for program in self.programs)
+        return tuple(each.explain(measure=measure) for each in statement_calls(lambda: self(**call)))
 
 
 def run_statements(
@@ -178,12 +201,24 @@ def _run(
     found: dict[str, Tensor],
     sizes: Mapping[str, int],
     declared: Shapes,
-    seen: dict[object, dict[str, tuple[int | None, ...]]],
+    seen: dict[object, Known],
 ) -> Any:
-    """Run the steps of a plan, by programs, or by the operator that tracers see; `seen` has shapes by those passed."""
-    expression, inputs, starts, written, results, steps, axes = plan
+    """Run the steps of a plan, by programs, or by the operator that tracers see; `seen` has what calls showed."""
+    expression, inputs, starts, written, results, casts, steps, axes = plan
     _check_names(expression, inputs, starts, written, found)
-    widened = [tensor.dtype for tensor in found.values() if is_widened(tensor.dtype)]
+    device = next((tensor.device for tensor in found.values()), None)
+    if device is not None and not casts and under_autocast(device):
+        with torch.autocast(device.type, enabled=False):
+            return _run(plan, programs, found, sizes, declared, seen)
+    floats = dict.fromkeys(t.dtype for t in found.values() if t.is_floating_point())
+    widened = [dtype for dtype in floats if is_widened(dtype)]
+    if widened and len(floats) > 1:
+        raise InsumDtypeError(
+            f"tensors have different dtypes: {', '.join(map(show_dtype, floats))}",
+            expression=expression,
+            fix="convert them to one dtype; nothing is cast silently.",
+            got={*floats},
+        )
     if widened:
         found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
     shapes: dict[str, Sequence[int | None]] = {**declared}
@@ -193,20 +228,23 @@ def _run(
     numbers: list[Any] = [extent for shape in shapes.values() for extent in shape]
     if programs is not None and not any(isinstance(extent, torch.SymInt) for extent in numbers):
         key = (*shapes.items(), *sizes.items())
-    known = None if key is None else seen.get(key)
-    if known is None:
-        known = _inferred(expression, axes, written, shapes, sizes)
+    inferred = None if key is None else seen.get(key)
+    if inferred is None:
+        inferred = _inferred(expression, axes, written, shapes, sizes)
         if key is not None:
-            insert(seen, key, known, _LIMIT)
-    for number, (name, read, indices, text) in enumerate(steps):
+            insert(seen, key, inferred, _LIMIT)
+    known, extents = inferred
+    for number, (name, read, indices, hidden, counts, text) in enumerate(steps):
         given = {each: found[each].detach() if inert else found[each] for each, inert in read}
         if name in found:
             given[name] = found[name]
-        own = {index: size for index, size in sizes.items() if index in indices}
+        own = {index: extents[index] for index in (*sizes, *hidden) if index in indices and index in extents}
         if programs is None:
             found[name] = call_operator(text, given, own, known[name])
         else:
             found[name] = programs[number](sizes=own or None, out_shape=known[name], tensors=given)
+        if counts and floats:
+            found[name] = found[name].to(torch.float32 if widened else next(iter(floats)))
     returned = [found[name].to(widened[0]) if widened else found[name] for name in results]
     return tuple(returned) if len(returned) > 1 else returned[0]
 
@@ -215,7 +253,7 @@ def _check_names(
     expression: str, inputs: Sequence[str], starts: Sequence[str], written: Sequence[str], passed: Mapping[str, Tensor]
 ) -> None:
     for name in inputs:
-        if name not in passed:
+        if passed.get(name) is None:
             raise InsumNameError(
                 f"tensor '{name}' was not passed",
                 expression=expression,
@@ -232,6 +270,13 @@ def _check_names(
                 fix="drop it, or use it in a statement.",
                 tensor=name,
             )
+        if not isinstance(passed[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InsumDtypeError(
+                f"'{name}' must be a torch.Tensor, got {type(passed[name]).__name__}",
+                expression=expression,
+                fix="pass numbers as 0-d tensors.",
+                tensor=name,
+            )
 
 
 def _inferred(
@@ -240,8 +285,8 @@ def _inferred(
     written: Sequence[str],
     given: Mapping[str, Sequence[int | None]],
     sizes: Mapping[str, int],
-) -> dict[str, tuple[int | None, ...]]:
-    """Find the shapes of all tensors, by indices and by entries that address axes of several of them."""
+) -> Known:
+    """Find shapes and extents, by indices and by entries that address axes of several tensors."""
     for name in given:
         if name not in written and all(name != each for each, _ in accesses):
             raise InsumFormatError(
@@ -255,7 +300,7 @@ def _inferred(
         shape = shapes.setdefault(name, [None] * len(axes))
         if len(shape) != len(axes):
             raise InsumShapeError(
-                f"'{name}' has {len(shape)} dimensions, and {len(axes)} subscripts",
+                f"'{name}' has {plural(len(shape), 'dimension')}, and {plural(len(axes), 'subscript')}",
                 expression=expression,
                 fix="give it one subscript for each dimension.",
                 tensor=name,
@@ -274,7 +319,15 @@ def _inferred(
                     shapes[name][axis] = extents[index]
                 else:
                     extents[index] = extent
-    return {name: tuple(shape) for name, shape in shapes.items()}
+    for name in written:
+        if None in shapes[name]:
+            raise InsumShapeError(
+                f"the extent of '{name}' along axis {shapes[name].index(None)} is not known",
+                expression=expression,
+                fix=f"pass out_shape={{'{name}': (..., {'None, ' * (len(shapes[name]) - 1)})}} with that extent.",
+                tensor=name,
+            )
+    return {name: tuple(shape) for name, shape in shapes.items()}, extents
 
 
 def _step(program: Program) -> tuple[Any, ...]:
@@ -283,7 +336,11 @@ def _step(program: Program) -> tuple[Any, ...]:
     # Nothing is recorded of a tensor of which no derivative is left.
     inert = [name for name in names if not derivatives(statement, name).statements]
     read = tuple((name, name in inert) for name in statement.tensors())
-    return statement.output.name, read, statement.indices(), program.spec.to_json()
+    indices = statement.indices()
+    shown = {subscript.plain for access in statement.accesses() for subscript in access.subscripts}
+    hidden = tuple(index for index in indices if index not in shown)
+    counts = all(isinstance(f, Number) or (isinstance(f, Apply) and f.function == "one") for f in statement.factors)
+    return statement.output.name, read, indices, hidden, counts, program.spec.to_json()
 
 
 def _extent_of(subscript: Subscript) -> str | None:
