@@ -99,6 +99,7 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("codegen.c_values", "passes"): "likewise: what is known where follows from the placement",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
     ("runtime.program", "explain.sequence"): "`Program.explain()` returns a report",
+    ("runtime.several_statements", "explain.report"): "likewise, of each statement",
 }
 
 # The interpreter is the oracle of the rest, so it shares nothing with what it judges but torch's functions.

@@ -70,8 +70,7 @@ def neighbour_softmax(scores: Tensor, receives: Tensor, num_nodes: int, *, optio
         )
     named = {"S": scores if scores.ndim == 2 else scores.unsqueeze(1), "I": receives}
     shapes = {name: (num_nodes, static_shape(named["S"])[1]) for name in "MZ"}
-    found: Tensor = run_statements(SOFTMAX, named, options=options, out_shape=shapes)
-    return found.view(scores.shape)
+    return run_statements(SOFTMAX, named, options=options, out_shape=shapes).view(scores.shape)  # type: ignore[no-any-return]
 
 
 def attention(
@@ -107,7 +106,7 @@ def attention(
         options: compile options; see `insum_nn.Options`.
 
     Returns:
-        `Y` (n, h, c), 0 for nodes without an edge, and the weights (e, h), after dropout `Y` uses them.
+        `Y` (n, h, c), 0 for nodes without an edge, and the weights (e, h) before dropout.
 
     Raises:
         InsumRangeError: a node lies outside.
@@ -121,12 +120,11 @@ def attention(
     factor = static_shape(query)[-1] ** -0.5 if scale is None else scale
     ends = {"I": receives, "J": sends}
     edges = {} if edge is None else {"F": edge}
-    scores = {"Q": query, "K": key, "scale": query.new_full((), factor)}
-    weights = run_promoted(f"{_DOTS[edge is not None]}\n{SOFTMAX}", {**scores, **edges}, ends, options)
+    scores = {"Q": query, "K": key, "scale": query.new_full((), factor), **edges}
+    weights = run_promoted(f"{_DOTS[edge is not None]}\n{SOFTMAX}", scores, ends, options)
     kept = torch.nn.functional.dropout(weights, dropout) if dropout else weights
-    nodes = {"Y": (query.shape[0], None, None)}
-    found = run_promoted(_SUMS[edge is not None], {"W": kept, "V": value, **edges}, ends, options, nodes)
-    return found, weights
+    sums, nodes = {"W": kept, "V": value, **edges}, {"Y": (query.shape[0], None, None)}
+    return run_promoted(_SUMS[edge is not None], sums, ends, options, nodes), weights
 
 
 def run_promoted(

@@ -359,9 +359,9 @@ def with_self_loops(edge_index: Tensor, num_nodes: int) -> Tensor:
     >>> with_self_loops(torch.tensor([[0, 1], [0, 0]]), 2).tolist()
     [[1, 0, 1], [0, 0, 1]]
     """
-    found = _looped.find([edge_index], num_nodes)
-    if found is None:
+
+    def build() -> Tensor:
         entries = edge_entries(edge_index, num_nodes, loops="replaced")
-        made = torch.stack([entries.col, entries.row]).to(edge_index.dtype)
-        found = _looped.keep([edge_index], num_nodes, made)
-    return found
+        return torch.stack([entries.col, entries.row]).to(edge_index.dtype)
+
+    return _looped.get([edge_index], num_nodes, build)

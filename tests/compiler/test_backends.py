@@ -98,8 +98,7 @@ def test_without_a_generator(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InsumBackendError, match="these tensors are on cpu(?s:.*)fix: pass GPU tensors"):
         require_triton(replace(bound, device_type="cpu"))
     monkeypatch.setattr(launch, "available", lambda: False)
-    assert choose_backend(bound, Options())[0] == "inductor"
-    assert choose_backend(bound, Options(deterministic=True))[0] == "eager"
+    assert choose_backend(bound, Options()) == ("eager", "Triton is not installed")
     assert choose_backend(bound_on_gpu("y[i] += x[i]", torch.int64), Options()) == ("eager", "integer factors")
 
 

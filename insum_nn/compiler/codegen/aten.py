@@ -27,6 +27,7 @@ from insum_nn.compiler.codegen.contraction_order import contraction_order, order
 from insum_nn.compiler.ir.access import Labels, indices_of
 from insum_nn.compiler.ir.graph import factors_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Load, Op, operands
+from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.lang.combining import selecting
 from insum_nn.compiler.lang.functions import FUNCTIONS
 from insum_nn.compiler.options import Options
@@ -66,7 +67,11 @@ class _Writer(OutputWriter):
         self.inputs()
         every = factors_of(self.target.value)
         number = math.prod([factor.value for factor in every if isinstance(factor, Const)])
-        factors = [self.factor(factor) for factor in every if not isinstance(factor, Const)]
+        values = [factor for factor in every if not isinstance(factor, Const)]
+        factors = [self.factor(value) for value in values]
+        if len(texts) < len(factors):
+            # Of a power, which is several factors.
+            texts = [*map(show, values)]
         mode = selecting(self.target.combine)
         if mode is None:
             self.graph.finish(self.sum(factors, number, sizes, texts))

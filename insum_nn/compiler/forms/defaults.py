@@ -18,7 +18,8 @@ def default_schedule(form: Form) -> Schedule:
     """A good schedule without any measurement."""
     schedule = _default(form)
     # What several programs find of one extremum would take another kernel.
-    return schedule if form.bound.statement.combining.adds else replace(schedule, splits=1, chunk=UNDIVIDED)
+    adds = form.bound.statement.operator in ("+=", "=")
+    return schedule if adds else replace(schedule, splits=1, chunk=UNDIVIDED)
 
 
 def _default(form: Form) -> Schedule:

@@ -109,5 +109,5 @@ class Schedule:
 
 _POWERS = ("m", "n", "k", "warps")
 # No schedule that was measured comes near to these; Triton's tensors hold as many numbers as `_LANES` at most.
-_LARGEST = {"warps": 32, "stages": 16}
+_LARGEST = {"warps": 32, "stages": 16, "chunk": UNDIVIDED}
 _MANY, _LANES = 2**31 - 1, 1 << 20
