@@ -14,15 +14,11 @@ from insum_nn.dtypes import is_widened
 __all__ = ["default_schedule", "is_swapped", "tiles_at_most"]
 
 
-def default_schedule(form: Form) -> Schedule:
-    """A good schedule without any measurement."""
-    schedule = _default(form)
-    # What several programs find of one extremum would take another kernel.
-    adds = form.bound.statement.operator in ("+=", "=")
-    return schedule if adds else replace(schedule, splits=1, chunk=UNDIVIDED)
-
-
-def _default(form: Form) -> Schedule:
+def default_schedule(form: Form, *, divided: bool = False) -> Schedule:
+    """A good schedule without any measurement; `divided`: several programs may have one cell's terms, in any mode."""
+    if not divided and form.bound.statement.operator in ("max=", "min="):
+        # What several programs find of one extremum would take another kernel.
+        return replace(default_schedule(form, divided=True), splits=1, chunk=UNDIVIDED)
     if form.additional:
         return _default_of_several(form)
     if form.product is not None:

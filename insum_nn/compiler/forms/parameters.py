@@ -44,9 +44,15 @@ class Strides:
 
 def initial_steps(initial: Tensor | None) -> tuple[str, ...] | None:
     """How an initial value is addressed: `None` as the output, else per axis a known step, or "" for an argument."""
-    # An expanded axis says so itself; whether all is contiguous, extents without a value do not tell.
-    if initial is None or (not any(type(s) is int and s == 0 for s in initial.stride()) and initial.is_contiguous()):
+    if initial is None:
         return None
+    # An expanded axis says so itself; whether all is contiguous, extents without a value do not tell.
+    for step in initial.stride():
+        if type(step) is int and step == 0:
+            break
+    else:
+        if initial.is_contiguous():
+            return None
     return tuple(_step(extent, step) for extent, step in zip(initial.shape, initial.stride(), strict=True))
 
 

@@ -321,10 +321,12 @@ def _inferred(
                     extents[index] = extent
     for name in written:
         if None in shapes[name]:
+            axis = shapes[name].index(None)
+            wanted = ", ".join(["None"] * axis + ["extent"] + ["None"] * (len(shapes[name]) - axis - 1))
             raise InsumShapeError(
-                f"the extent of '{name}' along axis {shapes[name].index(None)} is not known",
+                f"the extent of '{name}' along axis {axis} is not known",
                 expression=expression,
-                fix=f"pass out_shape={{'{name}': (..., {'None, ' * (len(shapes[name]) - 1)})}} with that extent.",
+                fix=f"pass out_shape={{'{name}': ({wanted},)}}.",
                 tensor=name,
             )
     return {name: tuple(shape) for name, shape in shapes.items()}, extents
