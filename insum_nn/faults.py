@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -145,7 +145,7 @@ class Faults:
         tensor: Tensor,
         expected: Sequence[_Extent | None],
         *,
-        fix: str,
+        fix: str | Callable[[], str],
         message: str = "",
         details: Sequence[str] = (),
         symbols: Sequence[str] = (),
@@ -156,7 +156,11 @@ class Faults:
         got = tuple(tensor.shape)
         known = [(want, extent) for want, extent in zip(expected, got, strict=False) if not isinstance(want, str)]
         if len(got) != len(expected) or any(want is not None and want != extent for want, extent in known):
-            fields |= {"fix": fix, "symbols": symbols, "expected_got": (tuple(expected), got)}
+            fields |= {
+                "fix": fix if isinstance(fix, str) else fix(),
+                "symbols": symbols,
+                "expected_got": (tuple(expected), got),
+            }
             lines = [f"expected shape {shown_shape(expected)}; got {got}", *details]
             self.add(kind, argument, message or f"has shape {got}", details=lines, **fields)
 

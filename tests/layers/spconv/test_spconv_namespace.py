@@ -200,7 +200,7 @@ def test_functions_over_tables_refuse():
         sites.indices, 1, [6, 5], None, [3, 3], same, [0, 0], same, [0, 0], subm=True
     )
     features = torch.randn(10, 2)
-    with pytest.raises(InsumShapeError, match=r"expected \(2, 4, pairs\)"):
+    with pytest.raises(InsumShapeError, match=r"expected shape \(2, 4, pairs\)"):
         functional.indice_conv(features, torch.randn(2, 2, 2, 2), pairs, numbers, 10)
     with pytest.raises(InsumRangeError):
         functional.indice_conv(features, torch.randn(2, 3, 3, 2), pairs, numbers, 3)
