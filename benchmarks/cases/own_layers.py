@@ -35,7 +35,7 @@ class _Page:
         text = PAGE.read_text(encoding="utf-8")
         blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         for block in blocks:
-            if block.startswith(("import ", "class ")):
+            if re.match("import |class |[A-Z_]+ = ", block):
                 exec(compile(block, PAGE.name, "exec", dont_inherit=True), vars(self))
 
 
