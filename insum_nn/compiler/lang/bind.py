@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
-from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
+from insum_nn.compiler.lang.functions import OPERATIONS
 from insum_nn.compiler.lang.syntax import Apply, Factor, Number, Statement, leaves
 from insum_nn.dtypes import INDEX_DTYPES, VALUE_DTYPES, not_dense
 from insum_nn.errors import (
@@ -321,7 +321,7 @@ def _check_dtypes(statement: Statement, named: Mapping[str, Tensor]) -> list[Ins
         )
     if len(dtypes) != 1 or next(iter(dtypes)).is_floating_point:
         return faults
-    functions = [f for f in _applied(*statement.factors) if not ({**SIGNS, **FUNCTIONS})[f.function].integers]
+    functions = [f for f in _applied(*statement.factors) if not OPERATIONS[f.function].integers]
     for function in functions[:1]:
         name = {"div": "a quotient", "pow": "a power"}.get(function.function, f"the function '{function.function}'")
         faults.append(

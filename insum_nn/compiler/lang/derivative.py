@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
+from insum_nn.compiler.lang.functions import OPERATIONS
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Number, Statement, leaves, replaced
 from insum_nn.errors import InsumNameError
@@ -162,7 +162,7 @@ def _local(factor: Apply, place: int) -> tuple[Factor, ...] | None:
             return (exponent,) if exponent.value else None
         lower = Number(exponent.value - 1, exponent.span)
         return exponent, (u if lower.value == 1 else Apply("pow", (u, lower), factor.span))
-    rule = {**SIGNS, **FUNCTIONS}[factor.function].derivatives[place]
+    rule = OPERATIONS[factor.function].derivatives[place]
     if rule is None:
         return None
     given = dict(zip("uv", factor.args, strict=False))

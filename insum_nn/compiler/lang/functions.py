@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["FUNCTIONS", "SIGNS", "Function"]
+__all__ = ["FUNCTIONS", "OPERATIONS", "SIGNS", "Function"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +83,6 @@ FUNCTIONS = {
 }
 """By name, as statements write them. `detach` is its argument, without a derivative; `one` is 1, which takes part
 where its argument does."""
+
+OPERATIONS = {**SIGNS, **FUNCTIONS}
+"""Those of signs and of functions."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
-from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
+from insum_nn.compiler.lang.functions import OPERATIONS
 from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Index, Number, Statement, Subscript
 from insum_nn.errors import InsumRangeError
 
@@ -111,7 +111,7 @@ class _Interpreter:
         return self.once(factor, read)
 
     def once(self, access: Access, look: Callable[[Mapping[str, int]], Any]) -> Callable[[tuple[int, ...]], Any]:
-        """Return a function of all indices that looks once at each combination of those that an access has."""
+        """Return `look` as a function of all indices, cached by the values of those in `access`."""
         names = self.statement.indices()
         own = [names.index(name) for name in dict.fromkeys(index.name for index in access.indices())]
         found: dict[Any, Any] = {}
@@ -131,7 +131,7 @@ class _Interpreter:
             return sum(rest, first)
         if function == "mul":
             return math.prod([first, *rest])
-        value = {**SIGNS, **FUNCTIONS}[function].of(first, *rest)
+        value = OPERATIONS[function].of(first, *rest)
         return int(value) if self.integral else value
 
     def place(

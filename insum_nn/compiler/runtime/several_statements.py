@@ -11,7 +11,6 @@ from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.lang.bind import show_dtype
-from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.programs import parse_program
 from insum_nn.compiler.lang.syntax import Apply, Number, Subscript
@@ -23,7 +22,7 @@ from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.tracing.traced import call_operator, constant, option_values, options_of
 from insum_nn.dtypes import is_widened
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError, plural
-from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
+from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.tensor_cache import insert
 
 __all__ = ["StatementsProgram", "run_statements"]
@@ -84,7 +83,6 @@ class StatementsProgram:
         facts: Mapping[str, IndexFacts] | None = None,
         static: Mapping[str, Tensor | StaticTable] | None = None,
         options: Options = DEFAULT,
-        origin: Origin = "caller",
     ) -> None:
         check_kinds(sizes=sizes, shapes=out_shape, facts=facts, static=static, options=options)
         text = parse_program(expression)
@@ -92,7 +90,7 @@ class StatementsProgram:
         self._sizes, self._out_shape = dict(sizes or {}), dict(out_shape or {})
         self._made = partial(
             StatementsProgram, expression, sizes=self._sizes, out_shape=self._out_shape, facts=facts, static=static,
-            options=options, origin=origin,
+            options=options,
         )  # fmt: skip
         self.programs: tuple[Program, ...] = tuple(
             Program(
@@ -101,7 +99,6 @@ class StatementsProgram:
                 facts={name: each for name, each in (facts or {}).items() if name in step.index_tensors()},
                 static={name: each for name, each in (static or {}).items() if name in step.tensors()},
                 options=options,
-                origin=origin,
             )
             for step in text.steps
         )
@@ -172,27 +169,24 @@ def run_statements(
     expression: str,
     named: Mapping[str, Tensor],
     *,
-    facts: Mapping[str, IndexFacts] = NamedFacts(),
     options: Options = DEFAULT,
     sizes: Mapping[str, int] | None = None,
     out_shape: Shapes = NO_SHAPES,
-    origin: Origin = "caller",
 ) -> Any:
     """Run several statements by a program that is remembered, also while Dynamo traces; see `StatementsProgram`."""
     if torch.compiler.is_dynamo_compiling():
         return _run(_traced_plan(expression, option_values(options)), None, {**named}, sizes or {}, out_shape, {})
-    known = facts if type(facts) is NamedFacts else NamedFacts(facts)
-    return _remembered(expression, known, options, origin)(tensors=named, sizes=sizes, out_shape=out_shape)
+    return _remembered(expression, options)(tensors=named, sizes=sizes, out_shape=out_shape)
 
 
 @lru_cache(maxsize=256)
-def _remembered(expression: str, facts: NamedFacts, options: Options, origin: Origin) -> StatementsProgram:
-    return StatementsProgram(expression, facts=facts, options=options, origin=origin)
+def _remembered(expression: str, options: Options) -> StatementsProgram:
+    return StatementsProgram(expression, options=options)
 
 
 @constant
 def _traced_plan(expression: str, options: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(_remembered(expression, NamedFacts(), options_of(options), "caller")._plan)
+    return tuple(_remembered(expression, options_of(options))._plan)
 
 
 def _run(

@@ -65,8 +65,17 @@ class _Attention(StatementLayer, MessagePassing):
     def _statements(self) -> tuple[str, ...]:
         return (*f"{self._scores}\n{SOFTMAX}".splitlines(), ATTEND)
 
-    def forward(self, x: Any, edge_index: Any, edge_attr: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        x: Any,
+        edge_index: Any,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
         """Attend; see the peer's `forward`."""
+        return self._attend(x, edge_index, edge_attr, return_attention_weights=return_attention_weights)
+
+    def _attend(self, x: Any, edge_index: Any, edge_attr: Tensor | None, **kwargs: Any) -> Any:
         layer = self
         kept = not torch.compiler.is_compiling() and not torch.jit.is_tracing()
         if getattr(self, "add_self_loops", False) and kept and not asks_for_messages(self, self._peer, edge_index):
@@ -148,7 +157,7 @@ class GATConv(_Attention, gat_conv.GATConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Attend; see `torch_geometric.nn.GATConv.forward`."""
-        return super().forward(x, edge_index, edge_attr, size=size, return_attention_weights=return_attention_weights)
+        return self._attend(x, edge_index, edge_attr, size=size, return_attention_weights=return_attention_weights)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Return the weights of edges."""
@@ -166,7 +175,7 @@ class GATConv(_Attention, gat_conv.GATConv):
         return self._weights(scores, values, edge_index, nodes)
 
 
-class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):
+class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The graph attention of Brody et al.: `torch_geometric.nn.GATv2Conv`, without a tensor of edges and features.
 
         S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], negative_slope) * A[h,c]     with features of edges + F[e,h,c]
@@ -191,16 +200,6 @@ class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):
     _peer = gatv2_conv.GATv2Conv
     _scores = "S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], slope) * A[h,c]"
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Any,
-        edge_index: Any,
-        edge_attr: Tensor | None = None,
-        return_attention_weights: bool | None = None,
-    ) -> Any:
-        """Attend; see `torch_geometric.nn.GATv2Conv.forward`."""
-        return super().forward(x, edge_index, edge_attr, return_attention_weights=return_attention_weights)
-
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Return the weights of edges."""
         (left, right), edge_attr = kwargs["x"], kwargs["edge_attr"]
@@ -213,7 +212,7 @@ class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):
         return self._weights(scores, values, edge_index, right.size(0))
 
 
-class TransformerConv(_Attention, transformer_conv.TransformerConv):
+class TransformerConv(_Attention, transformer_conv.TransformerConv):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The graph transformer of Shi et al.: `torch_geometric.nn.TransformerConv`.
 
         S[e,h] = Q[I[e],h,c] * (K[J[e],h,c] + F[e,h,c]) * scale
@@ -239,16 +238,6 @@ class TransformerConv(_Attention, transformer_conv.TransformerConv):
 
     _peer = transformer_conv.TransformerConv
     _scores = "S[e,h] = Q[I[e],h,c] * K[J[e],h,c] * scale"
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Any,
-        edge_index: Any,
-        edge_attr: Tensor | None = None,
-        return_attention_weights: bool | None = None,
-    ) -> Any:
-        """Attend; see `torch_geometric.nn.TransformerConv.forward`."""
-        return super().forward(x, edge_index, edge_attr, return_attention_weights=return_attention_weights)
 
     def _sum(self, edge_index: Tensor, size: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         self._check_input(edge_index, size)
