@@ -100,7 +100,9 @@ demo: $(DEMO_READY) ## train five small networks on our layers, compare each wit
 
 test: $(READY) doctest ## run all CPU tests, and list the slowest twenty
 	@# A process takes tests in their order until it has none left: what a module prepares is prepared once, by one process.
-	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m "not gpu" --durations 20 --durations-min 5
+	@# A test that takes longer than any should is named, with the line where it is, and ends its process.
+	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m "not gpu" --durations 20 --durations-min 5 \
+	  -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 # Another e3nn, by default the oldest that the extra allows, which MACE pins; all other packages are the environment's.
 E3NN ?= $(shell sed -n 's/^e3nn = .*e3nn>=\([0-9.]*\).*/\1/p' pyproject.toml)

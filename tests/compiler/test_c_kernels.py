@@ -22,6 +22,7 @@ from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.passes.cpu.gather_writes import gather_writes
 from insum_nn.compiler.passes.cpu.group_entries import group_entries
+from insum_nn.compiler.passes.cpu.lower import lower
 from insum_nn.compiler.passes.cpu.written_cells import written_cells
 from insum_nn.dtypes import VALUE_DTYPES, dtype_of
 from insum_nn.facts import IndexFacts
@@ -443,8 +444,8 @@ def test_passes_leave_a_kernel_as_it_is(statement: Given[str]):
             assert torch.equal(interpret_kernel(walk.kernel, memory, case.sizes)["out"], want)
 
 
-def _cells(text: str, shape: tuple[int, ...], **tensors: Tensor) -> tuple[bool, bool]:
-    found = written_cells(case_of(parse(text), tensors, out_shape=shape, fixed="abcdefghijkl", compiled_in=128).kernel)
+def _cells(text: str, shape: tuple[int, ...], fixed: str = "abcdefghijkl", **tensors: Tensor) -> tuple[bool, bool]:
+    found = written_cells(case_of(parse(text), tensors, out_shape=shape, fixed=fixed, compiled_in=128).kernel)
     return found.once, found.all
 
 
@@ -457,6 +458,27 @@ def test_cells_that_are_written():
     assert _cells("Y[i,2*j] += X[i,j]", (4, 11), X=x) == (True, False)
     assert _cells("Y[k,6*i+j] += X[i,j] * A[k]", (3, 24), X=x, A=numbers(3)) == (True, True)
     assert _cells("Y[k,i+j] += X[i,j] * A[k]", (3, 9), X=x, A=numbers(3)) == (False, True)
+    # Of one extent, the kernel knows nothing.
+    assert _cells("Y[6*i+j] += X[i,j]", (24,), fixed="j", X=x) == (True, False)
+    assert _cells("Y[6*i+j+3] += X[i,j]", (27,), fixed="j", X=x) == (True, False)
+    assert _cells("Y[5*i+j] += X[i,j]", (21,), fixed="j", X=x) == (False, False)
+    assert _cells("Y[6*i+j] += X[i,j]", (24,), fixed="i", X=x) == (False, False)
+    assert _cells("Y[6*i+j] += X[i,j]", (24,), fixed="", X=x) == (False, False)
+    assert _cells("Y[i,6*i+j] += X[i,j]", (4, 24), fixed="j", X=x) == (False, False)
+
+
+@pytest.mark.parametrize("fixed", ["", "j", "ij"])
+@pytest.mark.parametrize(
+    "text", ["Y[k,6*i+j] += X[i,j] * A[k]", "Y[7*i+j+2,k] += X[i,j] * A[k]", "Y[k,4*j+i] += X[i,j] * A[k]"]
+)
+def test_writes_to_cells_of_their_own(text: str, fixed: str, tmp_path: Path):
+    shape = (3, 40) if text.startswith("Y[k") else (40, 3)
+    case = case_of(parse(text), {"X": numbers(4, 6), "A": numbers(3)}, out_shape=shape, fixed=fixed)
+    (got,) = run([case], tmp_path)
+    check(case, got)
+    if fixed == "ij":
+        # Were they gathered, each cell would ask of each entry whether it writes there.
+        assert lower(case.kernel).kernel is case.kernel
 
 
 def test_kernels_of_several_dtypes_stand_in_one_file(tmp_path: Path):

@@ -20,6 +20,8 @@ import pytest
 __all__ = ["ROOT", "Substitution", "main", "read_skips", "run_apart", "run_code", "run_suite"]
 
 ROOT = Path(__file__).resolve().parents[2]
+# Seconds that one test may take.
+LONGEST = 900
 
 
 def read_skips(path: Path) -> dict[str, str]:
@@ -119,6 +121,8 @@ def run_suite(plugin: Substitution, suite: Path, arguments: Sequence[str], *, mo
     # A file that is skipped as a whole may not even be importable here.
     plugin.skipped = {file: plugin.skips[file] for file in files if file in plugin.skips}
     options = ["-c", os.devnull, "--rootdir", str(suite), "-p", "no:cacheprovider", "-p", "no:dash", "-q"]
+    # Where a test takes longer than any should, its line is printed, and the run ends.
+    options += ["-o", f"faulthandler_timeout={LONGEST}", "-o", "faulthandler_exit_on_timeout=true"]
     paths = [str(suite / file) for file in files if file not in plugin.skipped]
     status = pytest.main([*options, *arguments, *paths], plugins=[plugin])
     numbers = ", ".join(f"{count} {outcome}" for outcome, count in sorted(plugin.outcomes.items())) or "no tests"

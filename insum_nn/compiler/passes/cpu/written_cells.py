@@ -90,8 +90,10 @@ def _counted(
         lookups = any(
             isinstance(n, Load) or (isinstance(n, Op) and n.name not in ("add", "mul")) for n in walk(*subscripts)
         )
-        if common & {*inner} or lookups or any(not isinstance(end, Const) for end in ends):
+        if common & {*inner} or lookups:
             return False, False
+        if any(not isinstance(end, Const) for end in ends):
+            return len(targets) == 1 and _digits(subscripts, loops), False
         extents = [int(end.value) for end in ends if isinstance(end, Const)]
         count += math.prod(extents)
         if count > _MOST:
@@ -104,3 +106,17 @@ def _counted(
     sized = all(isinstance(extent, Const) for extent in cells)
     full = whole and sized and len(found) == math.prod(int(e.value) for e in cells if isinstance(e, Const))
     return len(found) == count, full
+
+
+def _digits(subscripts: Sequence[Expr], loops: dict[Index, Loop]) -> bool:
+    """Whether indices stand in subscripts as digits in a number: each step is longer than all shorter ones reach."""
+    seen = list[Expr]()
+    for subscript in subscripts:
+        terms, reached = sorted(affine_terms(subscript)[0], key=lambda term: abs(term[0])), 0
+        for place, (step, index) in enumerate(terms):
+            end = loops[index].end if isinstance(index, Index) else None
+            if abs(step) <= reached or not (isinstance(end, Const) or place == len(terms) - 1):
+                return False
+            reached += abs(step) * (int(end.value) - 1) if isinstance(end, Const) else 0
+            seen.append(index)
+    return len(seen) == len({*seen})
