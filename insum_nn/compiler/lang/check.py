@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from insum_nn.compiler.lang.syntax import Access, Apply, Statement, leaves
 from insum_nn.errors import (
@@ -139,20 +139,33 @@ def _summands_that_lack_an_index(statement: Statement) -> list[InsumError]:
     return faults
 
 
-def check_names(statement: Statement, passed: Collection[str]) -> None:
-    """Compare the tensors that a statement reads with the names that were passed.
+def check_names(
+    text: str,
+    required: Sequence[str],
+    written: Sequence[str],
+    passed: Collection[str],
+    statement: Statement | None = None,
+) -> None:
+    """Compare names of tensors with those that were passed.
+
+    Args:
+        text: the statement or the program.
+        required: tensors that it reads.
+        written: tensors that it writes, and that may be passed.
+        passed: what was passed.
+        statement: the statement; errors show where its tensors stand, and name its indices.
 
     Raises:
-        InsumNameError: a tensor is missing, or one was passed that the statement does not use.
+        InsumNameError: a tensor is missing, or one was passed that is not used.
     """
     faults: list[InsumError] = []
-    required = statement.tensors()
-    unused = [name for name in passed if name not in required and name != statement.output.name]
+    what = "program" if statement is None else "statement"
+    unused = [name for name in passed if name not in required and name not in written]
     for name in required:
         if name in passed:
             continue
-        spans = [access.name_span for access in statement.accesses() if access.name == name]
-        if name in statement.indices():
+        accesses = () if statement is None else statement.accesses()
+        if statement is not None and name in statement.indices():
             fix = f"pass a tensor of its values under another name; the index '{name}' has no value as a factor."
         elif unused:
             fix = f"pass {name}=..., or rename: '{unused[0]}' was passed and is not used."
@@ -161,8 +174,8 @@ def check_names(statement: Statement, passed: Collection[str]) -> None:
         faults.append(
             InsumNameError(
                 f"tensor '{name}' was not passed",
-                expression=statement.text,
-                spans=spans,
+                expression=text,
+                spans=[access.name_span for access in accesses if access.name == name],
                 details=[f"passed: {', '.join(sorted(passed)) or 'none'}"],
                 fix=fix,
                 tensor=name,
@@ -173,9 +186,9 @@ def check_names(statement: Statement, passed: Collection[str]) -> None:
         many = len(unused) > 1
         faults.append(
             InsumNameError(
-                f"{'tensors' if many else 'tensor'} {names} {'are' if many else 'is'} not used by the statement",
-                expression=statement.text,
-                details=[f"tensors of the statement: {', '.join((statement.output.name, *required))}"],
+                f"{'tensors' if many else 'tensor'} {names} {'are' if many else 'is'} not used by the {what}",
+                expression=text,
+                details=[f"tensors of the {what}: {', '.join((*written, *required))}"],
                 fix=f"drop {'them' if many else 'it'}, or use {'them' if many else 'it'} in the expression.",
                 tensor=unused[0],
             )

@@ -244,7 +244,7 @@ class Program:
         named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
         initial = named.get(statement.output.name)
         if len(named) != len(self._names) + (initial is not None) or not named.keys() >= set(self._names):
-            check_names(statement, named)
+            check_names(statement.text, statement.tensors(), (statement.output.name,), named, statement)
         if torch._C._is_any_autocast_enabled() and statement.is_product:
             named = {name: to_autocast(value) for name, value in named.items()}
             initial = named.get(statement.output.name)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.lang.bind import show_dtype
+from insum_nn.compiler.lang.check import check_names
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.programs import parse_program
 from insum_nn.compiler.lang.syntax import Apply, Number, Subscript
@@ -21,7 +22,7 @@ from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.tracing.traced import call_operator, constant, option_values, options_of
 from insum_nn.dtypes import is_widened
-from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError, plural
+from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError, plural
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.tensor_cache import insert
 
@@ -199,7 +200,16 @@ def _run(
 ) -> Any:
     """Run the steps of a plan, by programs, or by the operator that tracers see; `seen` has what calls showed."""
     expression, inputs, starts, written, results, casts, steps, axes = plan
-    _check_names(expression, inputs, starts, written, found)
+    found = {name: tensor for name, tensor in found.items() if tensor is not None}  # pyright: ignore[reportUnnecessaryComparison]
+    check_names(expression, inputs, starts, found)
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InsumDtypeError(
+                f"'{name}' must be a torch.Tensor, got {type(tensor).__name__}",
+                expression=expression,
+                fix="pass numbers as 0-d tensors.",
+                tensor=name,
+            )
     device = next((tensor.device for tensor in found.values()), None)
     if device is not None and not casts and under_autocast(device):
         with torch.autocast(device.type, enabled=False):
@@ -215,17 +225,13 @@ def _run(
         )
     if widened:
         found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
-    shapes: dict[str, Sequence[int | None]] = {**declared}
-    for name, tensor in found.items():
-        shapes[name] = tensor.shape
-    key: object = None
-    numbers: list[Any] = [extent for shape in shapes.values() for extent in shape]
-    if programs is not None and not any(isinstance(extent, torch.SymInt) for extent in numbers):
-        key = (*shapes.items(), *sizes.items())
-    inferred = None if key is None else seen.get(key)
+    shapes: dict[str, Sequence[int | None]] = {**declared, **{name: tensor.shape for name, tensor in found.items()}}
+    symbolic = programs is None or any(isinstance(e, torch.SymInt) for shape in shapes.values() for e in shape)
+    key = (*shapes.items(), *sizes.items())
+    inferred = None if symbolic else seen.get(key)
     if inferred is None:
         inferred = _inferred(expression, axes, written, shapes, sizes)
-        if key is not None:
+        if not symbolic:
             insert(seen, key, inferred, _LIMIT)
     known, extents = inferred
     for number, (name, read, indices, hidden, counts, text) in enumerate(steps):
@@ -241,36 +247,6 @@ def _run(
             found[name] = found[name].to(torch.float32 if widened else next(iter(floats)))
     returned = [found[name].to(widened[0]) if widened else found[name] for name in results]
     return tuple(returned) if len(returned) > 1 else returned[0]
-
-
-def _check_names(
-    expression: str, inputs: Sequence[str], starts: Sequence[str], written: Sequence[str], passed: Mapping[str, Tensor]
-) -> None:
-    for name in inputs:
-        if passed.get(name) is None:
-            raise InsumNameError(
-                f"tensor '{name}' was not passed",
-                expression=expression,
-                details=[f"passed: {', '.join(sorted(passed)) or 'none'}"],
-                fix=f"pass {name}=...",
-                tensor=name,
-            )
-    for name in passed:
-        if name not in inputs and name not in starts:
-            raise InsumNameError(
-                f"tensor '{name}' is not used by the program",
-                expression=expression,
-                details=[f"tensors of the program: {', '.join((*inputs, *written))}"],
-                fix="drop it, or use it in a statement.",
-                tensor=name,
-            )
-        if not isinstance(passed[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InsumDtypeError(
-                f"'{name}' must be a torch.Tensor, got {type(passed[name]).__name__}",
-                expression=expression,
-                fix="pass numbers as 0-d tensors.",
-                tensor=name,
-            )
 
 
 def _inferred(
