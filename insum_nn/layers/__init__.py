@@ -15,16 +15,11 @@ if TYPE_CHECKING:
     from insum_nn.layers.equivariant.gate import Gate
     from insum_nn.layers.equivariant.linear import Linear
     from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
-    from insum_nn.layers.equivariant.tensor_product import (
-        ElementwiseTensorProduct,
-        FullTensorProduct,
-        FullyConnectedTensorProduct,
-        TensorProduct,
-        TensorSquare,
-    )
+    from insum_nn.layers.equivariant.tensor_product import *
     from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
     from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScatter
-    from insum_nn.layers.graph.attention import GATConv, GATv2Conv, TransformerConv
+    from insum_nn.layers.graph.attention import *
+    from insum_nn.layers.graph.convolutions import *
     from insum_nn.layers.graph.gcn_conv import GCNConv
     from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
     from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
@@ -33,56 +28,34 @@ if TYPE_CHECKING:
     from insum_nn.layers.voxel.sequential import SparseSequential
     from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
-__all__ = [
-    "BlockSparseLinear",
-    "ElementwiseTensorProduct",
-    "FullTensorProduct",
-    "FullyConnectedTensorProduct",
-    "GATConv",
-    "GATv2Conv",
-    "GCNConv",
-    "Gate",
-    "Linear",
-    "PrunedConv2d",
-    "SparseAvgPool3d",
-    "SparseConv3d",
-    "SparseConvTensor",
-    "SparseConvTranspose3d",
-    "SparseInverseConv3d",
-    "SparseMaxPool3d",
-    "SparseSequential",
-    "SphericalHarmonics",
-    "SubMConv3d",
-    "TensorProduct",
-    "TensorProductConv",
-    "TensorProductScatter",
-    "TensorSquare",
-    "TransformerConv",
-]
+__all__ = ["ElementwiseTensorProduct", "FullTensorProduct", "FullyConnectedTensorProduct", "Gate", "Linear"]
+__all__ += ["SphericalHarmonics", "TensorProduct", "TensorProductConv", "TensorProductScatter", "TensorSquare"]
+__all__ += ["APPNP", "ChebConv", "GATConv", "GATv2Conv", "GCNConv", "GINConv", "GINEConv", "GatedGraphConv"]
+__all__ += ["GraphConv", "LGConv", "NNConv", "SAGEConv", "SGConv", "TAGConv", "TransformerConv"]
+__all__ += ["BlockSparseLinear", "PrunedConv2d"]
+__all__ += ["SparseAvgPool3d", "SparseConv3d", "SparseConvTensor", "SparseConvTranspose3d", "SparseInverseConv3d"]
+__all__ += ["SparseMaxPool3d", "SparseSequential", "SubMConv3d"]
 
+_TENSOR_PRODUCTS = "ElementwiseTensorProduct FullTensorProduct FullyConnectedTensorProduct TensorProduct TensorSquare"
+_GRAPHS = "APPNP ChebConv GINConv GINEConv GatedGraphConv GraphConv LGConv NNConv SAGEConv SGConv TAGConv"
 _HOMES = {
-    "pruned.block_sparse_linear": ("BlockSparseLinear",),
-    "graph.attention": ("GATConv", "GATv2Conv", "TransformerConv"),
-    "graph.gcn_conv": ("GCNConv",),
-    "pruned.pruned_conv2d": ("PrunedConv2d",),
-    "voxel.conv": ("SparseConv3d", "SparseConvTranspose3d", "SparseInverseConv3d", "SubMConv3d"),
-    "voxel.pool": ("SparseAvgPool3d", "SparseMaxPool3d"),
-    "voxel.sequential": ("SparseSequential",),
-    "voxel.sparse_tensor": ("SparseConvTensor",),
-    "equivariant.gate": ("Gate",),
-    "equivariant.linear": ("Linear",),
-    "equivariant.spherical_harmonics": ("SphericalHarmonics",),
-    "equivariant.tensor_product": (
-        "ElementwiseTensorProduct",
-        "FullTensorProduct",
-        "FullyConnectedTensorProduct",
-        "TensorProduct",
-        "TensorSquare",
-    ),
-    "equivariant.tensor_product_conv": ("TensorProductConv",),
-    "equivariant.tensor_product_scatter": ("TensorProductScatter",),
+    "pruned.block_sparse_linear": "BlockSparseLinear",
+    "graph.attention": "GATConv GATv2Conv TransformerConv",
+    "graph.convolutions": _GRAPHS,
+    "graph.gcn_conv": "GCNConv",
+    "pruned.pruned_conv2d": "PrunedConv2d",
+    "voxel.conv": "SparseConv3d SparseConvTranspose3d SparseInverseConv3d SubMConv3d",
+    "voxel.pool": "SparseAvgPool3d SparseMaxPool3d",
+    "voxel.sequential": "SparseSequential",
+    "voxel.sparse_tensor": "SparseConvTensor",
+    "equivariant.gate": "Gate",
+    "equivariant.linear": "Linear",
+    "equivariant.spherical_harmonics": "SphericalHarmonics",
+    "equivariant.tensor_product": _TENSOR_PRODUCTS,
+    "equivariant.tensor_product_conv": "TensorProductConv",
+    "equivariant.tensor_product_scatter": "TensorProductScatter",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Sequence
-from inspect import signature
 from typing import Any
 
-import torch
 from torch import nn
 
 __all__ = ["CONVERTERS", "Converter", "NotConvertible", "register_converter"]
@@ -24,7 +22,6 @@ class NotConvertible(Exception):
 
 
 # Arguments of the constructors of peers' layers that the layers keep under these names; older ones keep fewer.
-_GCN = "in_channels out_channels improved cached add_self_loops normalize flow node_dim decomposed_layers".split()
 _POOL = "ndim kernel_size stride padding dilation indice_key subm record_voxel_count name".split()
 _CONV = "in_channels out_channels groups output_padding transposed inverse fp32_accum act_type act_alpha algo".split()
 
@@ -34,31 +31,16 @@ def _kept(module: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
-def _gcn_conv(module: Any) -> nn.Module:
-    ours = importlib.import_module("insum_nn.layers.graph.gcn_conv").GCNConv
-    if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
-        raise NotConvertible("an explainer or a hook asks for its messages")
-    aggr = module.aggr if module.aggr is not None else module.aggr_module
-    new = ours(**_kept(module, _GCN), bias=module.bias is not None, aggr=aggr)
-    new.lin, new.bias, new.aggr_module = module.lin, module.bias, module.aggr_module
-    new._cached_edge_index, new._cached_adj_t = module._cached_edge_index, module._cached_adj_t
-    return new
+def _graph(file: str) -> Converter:
+    """Return what makes a graph layer with the attributes of PyTorch Geometric's, of which it is a subclass."""
 
+    def convert(module: Any) -> nn.Module:
+        if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
+            raise NotConvertible("an explainer or a hook asks for its messages")
+        kind = getattr(importlib.import_module(f"insum_nn.layers.graph.{file}"), type(module).__name__)
+        return _with_attributes(kind.__new__(kind), module)  # type: ignore[no-any-return]
 
-def _attention(module: Any) -> nn.Module:
-    """Return our graph attention with the state of PyTorch Geometric's, whose attributes say how it was made."""
-    ours = getattr(importlib.import_module("insum_nn.layers.graph.attention"), type(module).__name__)
-    if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
-        raise NotConvertible("an explainer or a hook asks for its messages")
-    named = signature(type(module)).parameters
-    given = {name: getattr(module, name) for name in named if name not in ("bias", "kwargs")}
-    given |= {"aggr": module.aggr if module.aggr is not None else module.aggr_module, "flow": module.flow}
-    given |= {name: module.res is not None for name in ("residual",) if name in named}
-    bias = module.lin_key.bias if "root_weight" in named else module.bias
-    with torch.device("meta"):
-        new = ours(**given, bias=bias is not None, decomposed_layers=module.decomposed_layers)
-    new._parameters, new._modules, new.training = module._parameters, module._modules, module.training
-    return new  # type: ignore[no-any-return]
+    return convert
 
 
 def _equivariant(file: str, kind: str, method: str = "from_e3nn") -> Converter:
@@ -109,8 +91,14 @@ def _spconv_module(module: Any) -> nn.Module:
     """Containers and small modules, which are nothing but their state and children."""
     new = _uninitialised(module)
     blank: dict[str, Any] = {"name": None, "_sparse_unique_name": ""} if not isinstance(module, nn.BatchNorm1d) else {}
-    new.__dict__.update({**blank, **{k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}})
-    return new  # type: ignore[no-any-return]
+    new.__dict__.update(blank)
+    return _with_attributes(new, module)  # type: ignore[no-any-return]
+
+
+def _with_attributes(new: Any, module: Any) -> Any:
+    """Give a module what another one is made of: its state, children and attributes."""
+    new.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()})
+    return new
 
 
 def _uninitialised(module: nn.Module) -> Any:
@@ -126,9 +114,14 @@ def _names(prefix: str, kinds: Sequence[str], dims: Sequence[int]) -> list[str]:
 
 
 def _known() -> dict[str, Converter]:
-    found: dict[str, Converter] = {"torch_geometric.nn.conv.gcn_conv.GCNConv": _gcn_conv}
-    attention = ("gat_conv.GATConv", "gatv2_conv.GATv2Conv", "transformer_conv.TransformerConv")
-    found |= dict.fromkeys([f"torch_geometric.nn.conv.{name}" for name in attention], _attention)
+    found: dict[str, Converter] = {}
+    home, ours = "torch_geometric.nn.conv", _graph("convolutions")
+    for name in ("gcn_conv.GCNConv", "gat_conv.GATConv", "gatv2_conv.GATv2Conv", "transformer_conv.TransformerConv"):
+        found[f"{home}.{name}"] = _graph("gcn_conv" if name.startswith("gcn") else "attention")
+    for name in "SAGE GIN Graph Cheb SG TAG LG NN".split():
+        found[f"{home}.{name.lower()}_conv.{name}Conv"] = ours
+    for name in ("gin_conv.GINEConv", "appnp.APPNP", "gated_graph_conv.GatedGraphConv"):
+        found[f"{home}.{name}"] = ours
     kinds = ("FullyConnectedTensorProduct", "ElementwiseTensorProduct", "FullTensorProduct", "TensorSquare")
     products = ["_tensor_product.TensorProduct", *(f"_sub.{kind}" for kind in kinds)]
     product = _equivariant("tensor_product", "TensorProduct")

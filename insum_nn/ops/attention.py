@@ -22,7 +22,7 @@ from insum_nn.errors import InsumShapeError
 from insum_nn.ops.statements import static_shape
 from insum_nn.tensor_cache import same_view
 
-__all__ = ["ATTEND", "SOFTMAX", "attention", "neighbour_softmax", "run_promoted"]
+__all__ = ["ATTEND", "SOFTMAX", "attention", "neighbour_softmax", "promoted", "run_promoted"]
 
 SOFTMAX = """M[I[e],h] max= detach(S[e,h])
 P[e,h] = exp(S[e,h] - M[I[e],h])
@@ -135,9 +135,18 @@ def run_promoted(
     out_shape: dict[str, tuple[int | None, ...]] | None = None,
 ) -> Tensor:
     """Run statements on values of the dtype to which torch promotes all of theirs."""
-    dtype = reduce(torch.promote_types, [value.dtype for value in values.values()])
     if not torch.compiler.is_compiling():
         # Once for all statements.
         entries = {name: same_view(entry) for name, entry in entries.items()}
-    named = {**{name: value.to(dtype) for name, value in values.items()}, **entries}
+    named = {**promoted(values), **entries}
     return run_statements(expression, named, options=options, out_shape=out_shape or {})  # type: ignore[no-any-return]
+
+
+def promoted(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return values in the dtype to which torch promotes all of theirs.
+
+    >>> [value.dtype for value in promoted({"X": torch.ones(1), "W": torch.ones(1).double()}).values()]
+    [torch.float64, torch.float64]
+    """
+    dtype = reduce(torch.promote_types, [value.dtype for value in values.values()])
+    return {name: value.to(dtype) for name, value in values.items()}

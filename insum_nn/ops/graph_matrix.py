@@ -47,7 +47,6 @@ __all__ = [
     "graph_compare",
     "graph_matrix",
     "graph_product",
-    "with_self_loops",
 ]
 
 
@@ -212,7 +211,6 @@ class GraphMatrix:
 
 # What is built from a tensor is kept for as long as it lives and its version stays.
 _graphs: TensorCache[GraphMatrix] = TensorCache(limit=32)
-_looped: TensorCache[Tensor] = TensorCache(limit=32)
 _edge_lists: TensorCache[tuple[Tensor, Tensor]] = TensorCache(limit=32)
 
 
@@ -351,17 +349,3 @@ def edges_of_sparse_tensor(adj: Any, dtype: torch.dtype, normalize: bool) -> tup
     edge_index, ones = _edge_lists.get([row, col], ("SparseTensor", dtype), build)
     # Where values are implied, self-loops that are added still get the weight of their own.
     return edge_index, ones if value is None and normalize else value
-
-
-def with_self_loops(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Return (2, p) the edges with one self-loop for each node, those of edges first; kept with the edges.
-
-    >>> with_self_loops(torch.tensor([[0, 1], [0, 0]]), 2).tolist()
-    [[1, 0, 1], [0, 0, 1]]
-    """
-
-    def build() -> Tensor:
-        entries = edge_entries(edge_index, num_nodes, loops="replaced")
-        return torch.stack([entries.col, entries.row]).to(edge_index.dtype)
-
-    return _looped.get([edge_index], num_nodes, build)

@@ -8,59 +8,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.errors import MissingExtraError
-from insum_nn.layers.graph.messages import asks_for_messages
-from insum_nn.layers.statement_layer import StatementLayer
+from insum_nn.layers.graph.messages import MessageLayer, kept_edges
 from insum_nn.ops.attention import ATTEND, SOFTMAX, attention, run_promoted
-from insum_nn.ops.graph_matrix import with_self_loops
+from insum_nn.structure.graph_entries import edge_entries
 
-try:
-    from torch_geometric.nn import MessagePassing
-    from torch_geometric.nn.conv import gat_conv, gatv2_conv, transformer_conv
-    from torch_geometric.utils import add_self_loops, remove_self_loops
-except ImportError as error:
-    raise MissingExtraError(
-        "graph attention takes the place of torch_geometric's, which is not installed",
-        fix="run: pip install torch_geometric",
-    ) from error
+# The package's own error comes first where PyTorch Geometric is missing.
+from torch_geometric.nn import MessagePassing  # isort: skip
+from torch_geometric.nn.conv import gat_conv, gatv2_conv, transformer_conv  # isort: skip
+from torch_geometric.utils import add_self_loops, remove_self_loops  # isort: skip
 
 __all__ = ["GATConv", "GATv2Conv", "TransformerConv"]
 
 
-class _Attention(StatementLayer, MessagePassing):
-    """What the layers share: the peer's own `forward`, with statements in place of its messages.
+class _Attention(MessageLayer):
+    """What the layers share: weights of edges, and sums by these."""
 
-    PyTorch Geometric's code, which forms one message for each edge, runs where messages are needed: for explainers,
-    hooks, subclasses that define `message`, `edge_update` and their like, an `aggr` other than a sum, `EdgeIndex` and
-    sparse adjacencies.
-    """
-
-    _peer: ClassVar[type]
     _scores: ClassVar[str]
-    options: Options
-
-    def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._arguments = args, kwargs
-        self.options = require_options(options)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # PyTorch Geometric writes generated code over these, unless a class itself has them.
-        for name in ("propagate", "edge_updater"):
-            setattr(cls, name, getattr(cls, name))
-
-    def __prepare_scriptable__(self) -> Any:
-        """Return what TorchScript compiles in place of the layer: the peer's, with the same parameters."""
-        args, kwargs = self._arguments
-        with torch.device("meta"):
-            plain: Any = self._peer(*args, **kwargs)
-        plain._parameters, plain._modules, plain.training = self._parameters, self._modules, self.training
-        return plain
-
-    def __repr__(self) -> str:
-        return self._shown(self._peer.__repr__(self))  # type: ignore[arg-type]
 
     def _statements(self) -> tuple[str, ...]:
         return (*f"{self._scores}\n{SOFTMAX}".splitlines(), ATTEND)
@@ -76,26 +39,21 @@ class _Attention(StatementLayer, MessagePassing):
         return self._attend(x, edge_index, edge_attr, return_attention_weights=return_attention_weights)
 
     def _attend(self, x: Any, edge_index: Any, edge_attr: Tensor | None, **kwargs: Any) -> Any:
-        layer = self
-        kept = not torch.compiler.is_compiling() and not torch.jit.is_tracing()
-        if getattr(self, "add_self_loops", False) and kept and not asks_for_messages(self, self._peer, edge_index):
+        layer: Any = self
+        if getattr(self, "add_self_loops", False) and self._keeps(edge_index):
             nodes = [n.size(0) for n in (x if isinstance(x, tuple | list) else (x,)) if n is not None]
             count = min(kwargs.get("size") or nodes)
-            edges = with_self_loops(edge_index, count)
             if edge_attr is not None:
                 without, edge_attr = remove_self_loops(edge_index, edge_attr)
                 edge_attr = add_self_loops(without, edge_attr, self.fill_value, count)[1]  # type: ignore[attr-defined]
-            # The same layer but for the loops, which are there.
-            layer = object.__new__(type(self))
-            layer.__dict__.update(self.__dict__, add_self_loops=False)
-            edge_index = edges
-        return self._peer.forward(layer, x, edge_index, edge_attr, **kwargs)  # type: ignore[attr-defined]
 
-    def _ends(self, edge_index: Tensor) -> dict[str, Tensor]:
-        sends, receives = edge_index.unbind(0)
-        if self.flow == "target_to_source":
-            sends, receives = receives, sends
-        return {"I": receives, "J": sends}
+            def build(edges: Tensor = edge_index) -> Tensor:
+                entries = edge_entries(edges, count, loops="replaced")
+                return torch.stack([entries.col, entries.row]).to(edges.dtype)
+
+            edge_index = kept_edges([edge_index], ("loops", count), build)
+            layer = self._but(add_self_loops=False)
+        return self._peer.forward(layer, x, edge_index, edge_attr, **kwargs)  # type: ignore[attr-defined]
 
     def _edge_features(self, edge_attr: Tensor) -> Tensor:
         """Return (e, heads, channels)."""
@@ -108,12 +66,6 @@ class _Attention(StatementLayer, MessagePassing):
         shapes = {name: (nodes, None) for name in "MZ"}
         weights = run_promoted(f"{scores}\n{SOFTMAX}", values, self._ends(edge_index), self.options, shapes)
         return functional.dropout(weights, self.dropout, self.training)  # type: ignore[attr-defined]
-
-    def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
-        """Sum what nodes send, by the weights of edges."""
-        if asks_for_messages(self, self._peer, edge_index):
-            return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
-        return self._sum(edge_index, size, **kwargs)
 
     def _sum(self, edge_index: Tensor, size: Any, x: Any, alpha: Tensor) -> Tensor:
         nodes = size[1] if size is not None else (x[0] if x[1] is None else x[1]).size(0)
@@ -162,7 +114,7 @@ class GATConv(_Attention, gat_conv.GATConv):
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Return the weights of edges."""
         alpha, edge_attr = kwargs["alpha"], kwargs["edge_attr"]
-        if asks_for_messages(self, self._peer, edge_index):
+        if self._asks(edge_index):
             return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
         parts, values = ["A[J[e],h]"], {"A": alpha[0]}
         if alpha[1] is not None:
@@ -203,7 +155,7 @@ class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):  # pyright: ignore[reportInco
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Return the weights of edges."""
         (left, right), edge_attr = kwargs["x"], kwargs["edge_attr"]
-        if asks_for_messages(self, self._peer, edge_index):
+        if self._asks(edge_index):
             return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
         inner, values = "V[J[e],h,c] + R[I[e],h,c]", {"V": left, "R": right, "A": self.att[0]}
         if edge_attr is not None:

@@ -1,18 +1,15 @@
 """Graph convolution: takes the place of `torch_geometric.nn.GCNConv`."""
 
-# Annotations are not postponed here: TorchScript reads those of `forward` as they stand.
+from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import statement_calls
-from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.errors import InsumShapeError, MissingExtraError
-from insum_nn.layers.statement_layer import StatementLayer, renamed
+from insum_nn.errors import InsumShapeError
+from insum_nn.layers.graph.messages import MessageLayer, asks_for_messages
 from insum_nn.ops.graph_conv import GRAPH_ENTRIES, adjacency_product, graph_conv
 from insum_nn.ops.graph_matrix import CARRY, Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.statements import static_shape, untraced
@@ -22,23 +19,15 @@ from insum_nn.structure.graph_entries import Flow, Loops, check_square
 from insum_nn.structure.plain_tensors import is_batched, plain_tensors
 from insum_nn.tensor_cache import forget
 
-try:
-    from torch_geometric import EdgeIndex
-    from torch_geometric.nn import MessagePassing
-    from torch_geometric.nn.aggr import SumAggregation
-    from torch_geometric.nn.conv import gcn_conv as peer
-    from torch_geometric.typing import Adj, OptPairTensor, OptTensor, SparseTensor  # pyright: ignore
-except ImportError as error:
-    raise MissingExtraError(
-        "GCNConv takes the place of torch_geometric's, which is not installed", fix="run: pip install torch_geometric"
-    ) from error
+# The package's own error comes first where PyTorch Geometric is missing.
+from torch_geometric import EdgeIndex  # isort: skip
+from torch_geometric.nn import MessagePassing  # isort: skip
+from torch_geometric.nn.conv import gcn_conv as peer  # isort: skip
+from torch_geometric.typing import OptTensor, SparseTensor  # isort: skip # pyright: ignore
 
 __all__ = ["GCNConv"]
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
-# What a subclass or an instance may define to change how messages are made, combined or read.
-_MESSAGE_METHODS = ("propagate", "message", "aggregate", "message_and_aggregate", "update")
-_MESSAGE_HOOKS = tuple(f"_{name}_forward{kind}_hooks" for name in _MESSAGE_METHODS[:4] for kind in ("_pre", ""))
 
 
 class _Edges(NamedTuple):
@@ -49,7 +38,7 @@ class _Edges(NamedTuple):
     recipe: Recipe
 
 
-class GCNConv(peer.GCNConv, StatementLayer):
+class GCNConv(MessageLayer, peer.GCNConv):
     """The graph convolution of Kipf and Welling: `torch_geometric.nn.GCNConv`.
 
         Out[Row[g],n] += Val[g,q] * X[Col[g,q],n]      of x W^T, or of x where that is narrower: (A x) W^T = A (x W^T)
@@ -107,48 +96,19 @@ class GCNConv(peer.GCNConv, StatementLayer):
     torch.Size([4, 32])
     """
 
-    # Where TorchScript looks for the types of what starts as None.
-    _cached_edge_index: Optional[OptPairTensor]  # noqa: UP045
-    _cached_adj_t: Optional[SparseTensor]  # noqa: UP045
-
-    if TYPE_CHECKING:
-        __call__: Callable[..., Tensor]
-
-    # PyG otherwise reads these types from a class's source, which it looks up by class name. This class has the name of
-    # the peer's, so they are declared here.
-    propagate_type: ClassVar[dict[str, Any]] = {"x": Tensor, "edge_weight": OptTensor}
-    # PyG overwrites `propagate` on each class with generated code. Without this line we would inherit the code
-    # generated for `peer.GCNConv`, and PyG would treat it as `MessagePassing`'s.
-    propagate = MessagePassing.propagate
     # The graph from which the matrix was made that calls with `cached` read, and that matrix.
     _cached_adjacency = None
     _peer: ClassVar[type] = peer.GCNConv
-    _by_messages = renamed(peer.GCNConv.forward, "_by_messages")
     _makes_messages: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        improved: bool = False,
-        cached: bool = False,
-        add_self_loops: bool | None = None,
-        normalize: bool = True,
-        bias: bool = True,
-        *,
-        options: Options = DEFAULT,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(in_channels, out_channels, improved, cached, add_self_loops, normalize, bias, **kwargs)
-        self.options = require_options(options)
+    # PyG otherwise reads these types from a class's source, which it looks up by class name. This class has the name of
+    # the peer's, so they are declared here.
+    propagate_type: ClassVar[dict[str, Any]] = {"x": Tensor, "edge_weight": OptTensor}
+    # For calls that ask for messages.
+    propagate = MessagePassing.propagate
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._makes_messages = any(getattr(cls, name) is not getattr(GCNConv, name) for name in _MESSAGE_METHODS[1:])
         cls._makes_messages |= "propagate" in cls.__dict__
-
-    def __repr__(self) -> str:
-        return self._shown(super().__repr__())
+        super().__init_subclass__(**kwargs)
 
     def _statements(self) -> tuple[str, ...]:
         return (CARRY,)
@@ -158,7 +118,7 @@ class GCNConv(peer.GCNConv, StatementLayer):
             return {}
         return {"for edge lists in graphs that torch records": (GRAPH_ENTRIES,)}
 
-    def forward(self, x: Tensor, edge_index: Adj, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve.
 
         Args:
@@ -176,51 +136,17 @@ class GCNConv(peer.GCNConv, StatementLayer):
             ValueError: `x` is a tuple, `edge_index` is no graph, a weight is missing, or the direction does not fit.
             IndexError: a node lies outside.
         """
-        if not torch.jit.is_scripting():
-            if not self._asks_for_messages(x, edge_index):
-                return self._fused(x, edge_index, edge_weight)
-        return self._by_messages(x, edge_index, edge_weight)
-
-    @torch.jit.unused
-    def explain_statement(
-        self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None, *, measure: bool = False
-    ) -> Any:
-        """Explain how the layer's statement runs on these inputs.
-
-        PyTorch Geometric uses `explain` to switch its explainers on, so this method has another name.
-
-        Args:
-            x: as in a call.
-            edge_index: as in a call.
-            edge_weight: as in a call.
-            measure: also time the product.
-
-        Returns:
-            The compiler's `Explanation`.
-        """
-        with torch.no_grad():
-            product = statement_calls(lambda: self._fused(x, edge_index, edge_weight))[-1]
-        return product.explain(measure=measure)
+        if self._asks_for_messages(x, edge_index):
+            return self._peer.forward(self, x, edge_index, edge_weight)  # type: ignore[attr-defined, no-any-return]
+        return self._fused(x, edge_index, edge_weight)
 
     # Which path.
 
-    @torch.jit.unused
     def _asks_for_messages(self, x: Any, edge_index: Any) -> bool:
         """Return whether messages are asked for, or the input is of a kind whose checks are the peer's."""
-        if self.explain or self._edge_mask is not None or self.decomposed_layers != 1 or self._makes_messages:
-            return True
-        sums = self.aggr_module
-        if self.aggr not in ("add", "sum") or type(sums) is not SumAggregation:
-            return True
-        if sums._forward_hooks or sums._forward_pre_hooks or sums._backward_hooks or sums._backward_pre_hooks:
-            return True
-        if any([getattr(self, hooks) for hooks in _MESSAGE_HOOKS]):
+        if self._makes_messages or asks_for_messages(self, self._peer):
             return True
         if not isinstance(x, Tensor) or not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
-            return True
-        # Instances may be given methods of their own.
-        own = self.__dict__
-        if "message" in own or "aggregate" in own or "update" in own or "message_and_aggregate" in own:
             return True
         if isinstance(edge_index, Adjacency) or self.normalize:
             return False
@@ -229,7 +155,6 @@ class GCNConv(peer.GCNConv, StatementLayer):
 
     # The fused path.
 
-    @torch.jit.unused
     def _fused(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor:
         if self.options.validate and not torch.compiler.is_compiling():
             stored = (edge_index,)
@@ -238,7 +163,9 @@ class GCNConv(peer.GCNConv, StatementLayer):
             forget(part for part in stored if part is not None)
         graph = self._graph(x, edge_index, edge_weight)
         first = self._aggregates_first(x, graph.value if isinstance(graph, Adjacency) else graph.edge_weight)
-        rows, initial, back = self._rows(x, first)
+        # What the edges carry, what its sum starts from, and the way back to the shape of `x`.
+        rows, back = _node_rows(x if first else self.lin(x), self.node_dim)
+        initial = cast("Tensor | None", self.bias) if not first and back is None else None
         if isinstance(graph, Adjacency):
             out = adjacency_product(rows, graph, initial, options=self.options)
         else:
@@ -249,11 +176,6 @@ class GCNConv(peer.GCNConv, StatementLayer):
             out = self.lin(out)
         bias = cast("Tensor | None", self.bias)
         return out if bias is None or initial is not None else out + bias
-
-    def _rows(self, x: Tensor, first: bool) -> tuple[Tensor, Tensor | None, Any]:
-        """Return what the edges carry, (n, f), what its sum starts from, and the way back to the shape of `x`."""
-        rows, back = _node_rows(x if first else self.lin(x), self.node_dim)
-        return rows, cast("Tensor | None", self.bias) if not first and back is None else None, back
 
     def _aggregates_first(self, x: Tensor, edge_weight: Tensor | None) -> bool:
         """Return whether (A X) W costs less than A (X W), counting the products of forward and backward."""

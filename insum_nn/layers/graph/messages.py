@@ -1,13 +1,36 @@
-"""Whether a layer of PyTorch Geometric is asked for its messages, which fused layers do not form."""
+"""What layers of PyTorch Geometric share: the peer's own `forward`, with a statement in place of its messages."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["asks_for_messages"]
+from insum_nn.compiler.api import statement_calls
+from insum_nn.compiler.options import DEFAULT, Options, require_options
+from insum_nn.errors import MissingExtraError
+from insum_nn.layers.statement_layer import StatementLayer
+from insum_nn.structure.plain_tensors import plain_tensors
+from insum_nn.tensor_cache import TensorCache
+
+try:
+    from torch_geometric.nn import MessagePassing
+    from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
+except ImportError as error:
+    raise MissingExtraError(
+        "layers of graphs take the place of torch_geometric's, which is not installed",
+        fix="run: pip install torch_geometric",
+    ) from error
+
+__all__ = ["COMBINES", "MessageLayer", "asks_for_messages", "kept_edges"]
+
+Built = TypeVar("Built")
+
+COMBINES = {SumAggregation: "+=", MeanAggregation: "+=", MaxAggregation: "max=", MinAggregation: "min="}
+"""How a statement says what an aggregation does; a mean is a sum that is divided."""
+_edges: TensorCache[Any] = TensorCache(limit=32)
 
 # What a subclass or an instance may define to change how messages are made, combined or read.
 _METHODS = ("message", "aggregate", "message_and_aggregate", "update", "edge_update")
@@ -18,18 +41,108 @@ _HOOKS = tuple(
 )
 
 
-def asks_for_messages(layer: Any, peer: type, edge_index: Any) -> bool:
-    """Return whether messages are asked for, by an explainer, a hook, a subclass, an aggregation or a sparse matrix."""
+def kept_edges(read: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:
+    """Return what is made of an edge list and its weights; made once for each version of these tensors."""
+
+    def made() -> Built:
+        with plain_tensors(*read):
+            return build()
+
+    return _edges.get(read, key, made)  # type: ignore[no-any-return]
+
+
+def asks_for_messages(layer: Any, peer: type, aggregations: tuple[type, ...] = (SumAggregation,)) -> bool:
+    """Return whether messages are asked for, by an explainer, a hook, a subclass or an aggregation."""
     if layer.explain or layer._edge_mask is not None or layer.decomposed_layers != 1:
         return True
     sums = layer.aggr_module
-    if layer.aggr not in ("add", "sum") or type(sums).__name__ != "SumAggregation":
+    if type(sums) not in aggregations:
         return True
     if sums._forward_hooks or sums._forward_pre_hooks or sums._backward_hooks or sums._backward_pre_hooks:
         return True
-    if any(getattr(layer, name) for name in _HOOKS):
+    if any([getattr(layer, name) for name in _HOOKS]):
         return True
     kind = type(layer)
-    if any(name in layer.__dict__ or getattr(kind, name) is not getattr(peer, name) for name in _METHODS):
-        return True
-    return type(edge_index) is not Tensor or edge_index.layout != torch.strided
+    return any([name in layer.__dict__ or getattr(kind, name) is not getattr(peer, name) for name in _METHODS])
+
+
+class MessageLayer(StatementLayer, MessagePassing):
+    """A layer of PyTorch Geometric whose messages are summed by a statement, which forms none of them.
+
+    The peer's own code, which forms one message for each edge, runs where messages are needed: for explainers, hooks,
+    subclasses that define `message`, `edge_update` and their like, other aggregations, features that are no matrix,
+    `EdgeIndex` and sparse adjacencies. An edge list is sorted once, and kept until torch counts a write to it.
+
+    Attributes:
+        options: compile options.
+    """
+
+    _peer: ClassVar[type]
+    options: Options = DEFAULT
+
+    def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = require_options(options)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # PyTorch Geometric writes generated code over these, unless a class itself has them.
+        for name in ("propagate", "edge_updater"):
+            setattr(cls, name, getattr(cls, name))
+
+    def __prepare_scriptable__(self) -> Any:
+        """Return what TorchScript compiles in place of the layer: the peer's, with the same parameters."""
+        plain: Any = object.__new__(self._peer)
+        # What PyTorch Geometric finds in the source of a class is that of the peer's.
+        MessagePassing.__init__(plain)
+        found = {name: plain.__dict__[name] for name in ("inspector", "_user_args", "_fused_user_args")}
+        plain.__dict__.update(self.__dict__, **found)
+        return plain
+
+    def _but(self, **changed: Any) -> Any:
+        """Return the same layer but for some attributes."""
+        layer = object.__new__(type(self))
+        layer.__dict__.update(self.__dict__, **changed)
+        return layer
+
+    def __repr__(self) -> str:
+        return self._shown(self._peer.__repr__(self))  # type: ignore[arg-type]
+
+    def explain_statement(self, *args: Any, measure: bool = False, **kwargs: Any) -> Any:
+        """Explain how the last statement of a call runs: PyTorch Geometric's explainers have the name `explain`.
+
+        Args:
+            *args: those of a call.
+            measure: also time the statement.
+            **kwargs: those of a call.
+
+        Returns:
+            The compiler's `Explanation`.
+        """
+        with torch.no_grad():
+            return statement_calls(lambda: self(*args, **kwargs))[-1].explain(measure=measure)
+
+    def _asks(self, edge_index: Any) -> bool:
+        """Return whether messages are asked for, or the edges are no list of them."""
+        plain = type(edge_index) is Tensor and edge_index.layout == torch.strided
+        return not plain or asks_for_messages(self, self._peer)
+
+    def _keeps(self, edge_index: Any) -> bool:
+        """Return whether what is made of the edges may be kept: no graph is recorded, and they have values."""
+        recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        return not recorded and not self._asks(edge_index) and not edge_index.is_meta
+
+    def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        """Sum what nodes send."""
+        if self._asks(edge_index):
+            return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
+        return self._sum(edge_index, size, **kwargs)
+
+    def _sum(self, edge_index: Tensor, size: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _ends(self, edge_index: Tensor) -> dict[str, Tensor]:
+        sends, receives = edge_index.unbind(0)
+        if self.flow == "target_to_source":
+            sends, receives = receives, sends
+        return {"I": receives, "J": sends}

@@ -314,11 +314,6 @@ def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor
     [6.0, -1.0, 5.0, 6.0]
     """
     owner = pc_voxel_id.to(seg_res_features.device).long()
-    found = torch.full(
-        (owner.shape[0], *seg_res_features.shape[1:]),
-        invalid_value,
-        dtype=seg_res_features.dtype,
-        device=seg_res_features.device,
-    )
+    found = seg_res_features.new_full((owner.shape[0], *seg_res_features.shape[1:]), invalid_value)
     points = (owner >= 0).nonzero().squeeze(1)
     return found.index_copy(0, points, seg_res_features[owner[points]])

@@ -134,7 +134,8 @@ class SparseConvolution(SparseConvolutionBase, StatementModule):
         Returns:
             (m, O) features over the output's voxels, with this layer's map under its key.
         """
-        return self._convolve(input, self.weight, self.bias, add_input, self.act_type, self.act_alpha)
+        activation: dict[str, Any] = {"act_type": self.act_type, "act_alpha": self.act_alpha}
+        return self._conv_forward(self.training, input, self.weight, self.bias, add_input, **activation)
 
 
 def _add_missing_count(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

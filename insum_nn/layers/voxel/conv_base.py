@@ -285,18 +285,6 @@ class SparseConvolutionBase(MapLayer):
                 f"{type(self).__name__}: int8 convolutions are not supported",
                 fix="convert the layer back to floating-point numbers.",
             )
-        return self._convolve(input, weight, bias, add_input, act_type, act_alpha)
-
-    def _convolve(
-        self,
-        input: SparseConvTensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        add_input: SparseConvTensor | None,
-        act_type: object,
-        act_alpha: float,
-    ) -> SparseConvTensor:
-        """Convolve; see `_conv_forward`."""
         if not isinstance(input, SparseConvTensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             # Such as the tensor of spconv itself, in a model of which only the layers were replaced.
             kind: type = type(input)

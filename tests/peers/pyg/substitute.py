@@ -34,7 +34,10 @@ def substitute() -> list[str]:
         warnings.simplefilter("ignore")
         for name in MODULES:
             importlib.import_module(name)
-        homes = [importlib.import_module(f"insum_nn.layers.graph.{name}") for name in ("gcn_conv", "attention")]
+        homes = [
+            importlib.import_module(f"insum_nn.layers.graph.{name}")
+            for name in ("gcn_conv", "attention", "convolutions")
+        ]
     ours = {home.__dict__[name]._peer: home.__dict__[name] for home in homes for name in home.__all__}
     for theirs, kind in ours.items():
         # Ours print their statements too, by which a swapped layer is known; the suite compares whole texts.
@@ -62,6 +65,8 @@ class PyG(Substitution):
         "nn/conv/test_gat_conv.py",
         "nn/conv/test_gatv2_conv.py",
         "nn/conv/test_transformer_conv.py",
+        *(f"nn/conv/test_{name}_conv.py" for name in "cheb gated_graph gin graph lg nn sage sg tag".split()),
+        "nn/conv/test_appnp.py",
         "nn/conv/test_static_graph.py",
         "nn/conv/test_create_gnn.py",
         "nn/models/test_basic_gnn.py",
@@ -89,14 +94,15 @@ class PyG(Substitution):
         os.environ.setdefault("FULL_TEST", "1")
         substitute()
         from insum_nn.layers.graph.attention import _Attention
+        from insum_nn.layers.graph.convolutions import _Convolution
         from insum_nn.layers.graph.gcn_conv import GCNConv
 
-        for kind, name in ((GCNConv, "_fused"), (_Attention, "_weights")):
+        for kind, name in ((GCNConv, "_fused"), (_Attention, "_weights"), (_Convolution, "_sum")):
             setattr(kind, name, self.counted(getattr(kind, name)))
 
     def counted(self, fused: Any) -> Any:
-        def fused_and_counted(module: Any, *arguments: Any) -> Any:
+        def fused_and_counted(module: Any, *arguments: Any, **named: Any) -> Any:
             self.met += 1
-            return fused(module, *arguments)
+            return fused(module, *arguments, **named)
 
         return fused_and_counted

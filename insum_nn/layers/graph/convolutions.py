@@ -1,0 +1,364 @@
+"""Convolutions of graphs that are one statement: they take the place of `torch_geometric.nn`'s of the same names."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from insum_nn.facts import IndexFacts
+from insum_nn.layers.graph.messages import COMBINES, MessageLayer, asks_for_messages, kept_edges
+from insum_nn.ops.attention import promoted
+from insum_nn.ops.statements import run
+from insum_nn.structure.gcn_norm import gcn_norm
+
+# The package's own error comes first where PyTorch Geometric is missing.
+from torch_geometric.nn import MessagePassing, conv  # isort: skip
+from torch_geometric.nn.aggr import MeanAggregation, SumAggregation  # isort: skip
+
+__all__ = ["ChebConv", "GraphConv", "LGConv", "SGConv", "TAGConv"]
+__all__ += ["APPNP", "GINConv", "GINEConv", "GatedGraphConv", "NNConv", "SAGEConv"]
+
+_FACTS = {name: IndexFacts(masked=False) for name in "IJ"}
+
+
+class _Convolution(MessageLayer):
+    """One whose messages are a product or a function of what nodes send."""
+
+    _message: ClassVar[str] = "X[J[e],f]"
+    _aggregations: ClassVar[tuple[type, ...]] = tuple(COMBINES)
+
+    def _statements(self) -> tuple[str, ...]:
+        return (self._statement(self._message),)
+
+    def _statement(self, message: str) -> str:
+        return f"Y[I[e],f] {COMBINES.get(type(self.aggr_module), '+=')} {message}"
+
+    def _asks(self, edge_index: Any) -> bool:
+        plain = type(edge_index) is Tensor and edge_index.layout == torch.strided
+        return not plain or asks_for_messages(self, self._peer, self._aggregations)
+
+    def _of_edges(self) -> tuple[str, dict[str, Tensor]]:
+        """Return the message, and what it reads of edges, which are what the peer passes for its messages."""
+        return _Convolution._message, {}
+
+    def _sum(self, edge_index: Tensor, size: Any, x: Any, **edges: Any) -> Tensor:  # type: ignore[override]
+        into, out_of = (1, 0) if self.flow == "source_to_target" else (0, 1)
+        pair = x if isinstance(x, tuple | list) else (x, x)
+        sent = pair[out_of]
+        if sent is None or sent.dim() != 2 or self.node_dim not in (0, -2):
+            return MessagePassing.propagate(self, edge_index, size=size, x=x, **edges)
+        sizes: Any = self._check_input(edge_index, size)
+        for end, features in enumerate(pair):
+            if features is not None:
+                self._set_size(sizes, end, features)
+        nodes = sizes[out_of] if sizes[into] is None else sizes[into]
+        message, values = self._of_edges(*edges.values())
+        ends = self._ends(edge_index)
+        named = {**promoted({"X": sent, **values}), **ends}
+        out = run(self._statement(message), _FACTS, named, self.options, (nodes, None))
+        if type(self.aggr_module) is not MeanAggregation:
+            return out
+        counts = torch.zeros(nodes, device=out.device).index_add(
+            0, ends["I"], torch.ones(edge_index.size(1), device=out.device)
+        )
+        return out / counts.clamp(min=1).to(out.dtype).unsqueeze(1)
+
+
+class _Weighted(_Convolution):
+    """One whose edges may have weights."""
+
+    _message = "W[e] * X[J[e],f]"
+
+    def _of_edges(self, edge_weight: Tensor | None = None) -> tuple[str, dict[str, Tensor]]:
+        return super()._of_edges() if edge_weight is None else (self._message, {"W": edge_weight.view(-1)})
+
+
+class _Normalised(_Weighted):
+    """One whose weights are divided by the roots of degrees: of constant weights once for each edge list."""
+
+    def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
+        """Convolve; see the peer's `forward`."""
+        layer: Any = self
+        kept = self.normalize and not getattr(self, "cached", False) and self._keeps(edge_index)
+        if kept and (edge_weight is None or not edge_weight.requires_grad):
+            how = x.size(self.node_dim), False, getattr(self, "add_self_loops", False), self.flow, x.dtype
+            read = [edge_index] if edge_weight is None else [edge_index, edge_weight]
+            edge_index, edge_weight = kept_edges(read, how, lambda: gcn_norm(edge_index, edge_weight, *how))
+            layer = self._but(normalize=False)
+        return self._peer.forward(layer, x, edge_index, edge_weight)  # type: ignore[attr-defined, no-any-return]
+
+
+class SAGEConv(_Convolution, conv.SAGEConv):  # type: ignore[misc]
+    """The convolution of GraphSAGE: `torch_geometric.nn.SAGEConv`, without a tensor of edges and features.
+
+        Y[I[e],f] += X[J[e],f]          aggr="sum"; divided by the number of edges of each node with aggr="mean"
+        Y[I[e],f] max= X[J[e],f]        aggr="max", and min= likewise; nodes without an edge have 0
+        Out = Y A + X B
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's, whose own code runs where messages are
+    needed (explainers, hooks, `EdgeIndex`, sparse adjacencies, other aggregations, features that are no matrix);
+    gradients of any order, those of an extremum in equal parts on a tie. An edge list is sorted once, and kept until
+    torch counts a write to it.
+
+    Source: Hamilton et al., Inductive Representation Learning on Large Graphs (NeurIPS 2017), algorithm 1.
+
+    Args:
+        *args: those of `torch_geometric.nn.SAGEConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.SAGEConv`.
+
+    Raises:
+        InsumRangeError: a node lies outside.
+
+    >>> from insum_nn.layers.graph.convolutions import SAGEConv
+    >>> layer = SAGEConv(16, 32, aggr="max")
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 32])
+    """
+
+    _peer = conv.SAGEConv
+
+
+class GINConv(_Convolution, conv.GINConv):  # type: ignore[misc]
+    """The graph isomorphism layer of Xu et al.: `torch_geometric.nn.GINConv`.
+
+        Y[I[e],f] += X[J[e],f]
+        Out[n] = MLP((1 + eps) * X[n] + Y[n])
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: Xu et al., How Powerful are Graph Neural Networks? (ICLR 2019), eq. (4.1).
+
+    Args:
+        *args: those of `torch_geometric.nn.GINConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.GINConv`.
+
+    >>> from insum_nn.layers.graph.convolutions import GINConv
+    >>> layer = GINConv(torch.nn.Linear(16, 32))
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 32])
+    """
+
+    _peer = conv.GINConv
+
+
+class GINEConv(_Convolution, conv.GINEConv):  # type: ignore[misc]
+    """The graph isomorphism layer with features of edges: `torch_geometric.nn.GINEConv`.
+
+        Y[I[e],f] += relu(X[J[e],f] + F[e,f])
+        Out[n] = MLP((1 + eps) * X[n] + Y[n])
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: Hu et al., Strategies for Pre-training Graph Neural Networks (ICLR 2020).
+
+    Args:
+        *args: those of `torch_geometric.nn.GINEConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.GINEConv`.
+
+    >>> from insum_nn.layers.graph.convolutions import GINEConv
+    >>> layer = GINEConv(torch.nn.Linear(16, 32), edge_dim=5)
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.randn(3, 5)).shape
+    torch.Size([4, 32])
+    """
+
+    _peer = conv.GINEConv
+    _message = "relu(X[J[e],f] + F[e,f])"
+
+    def _of_edges(self, edge_attr: Tensor) -> tuple[str, dict[str, Tensor]]:  # type: ignore[override]
+        return self._message, {"F": edge_attr if self.lin is None else self.lin(edge_attr)}
+
+
+class GraphConv(_Weighted, conv.GraphConv):  # type: ignore[misc]
+    """The graph convolution of Morris et al.: `torch_geometric.nn.GraphConv`.
+
+        Y[I[e],f] += W[e] * X[J[e],f]
+        Out = Y A + X B
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: Morris et al., Weisfeiler and Leman Go Neural (AAAI 2019), eq. (5).
+
+    Args:
+        *args: those of `torch_geometric.nn.GraphConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.GraphConv`.
+
+    >>> from insum_nn.layers.graph.convolutions import GraphConv
+    >>> layer = GraphConv(16, 32)
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 32])
+    """
+
+    _peer = conv.GraphConv
+
+
+class ChebConv(_Weighted, conv.ChebConv):  # type: ignore[misc]
+    """The spectral convolution of Defferrard et al.: `torch_geometric.nn.ChebConv`.
+
+        Y[I[e],f] += W[e] * X[J[e],f]          once for each order of the Chebyshev polynomial
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: Defferrard et al., Convolutional Neural Networks on Graphs (NeurIPS 2016), section 2.1.
+
+    Args:
+        *args: those of `torch_geometric.nn.ChebConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.ChebConv`.
+
+    >>> from insum_nn.layers.graph.convolutions import ChebConv
+    >>> layer = ChebConv(16, 32, K=3)
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 32])
+    """
+
+    _peer = conv.ChebConv
+
+
+class SGConv(_Weighted, conv.SGConv):  # type: ignore[misc]
+    """The simplified convolution of Wu et al.: `torch_geometric.nn.SGConv`.
+
+        Y[I[e],f] += W[e] * X[J[e],f]          K times, with weights normalised by degrees
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: Wu et al., Simplifying Graph Convolutional Networks (ICML 2019), eq. (8).
+
+    Args:
+        *args: those of `torch_geometric.nn.SGConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.SGConv`.
+
+    >>> from insum_nn.layers.graph.convolutions import SGConv
+    >>> layer = SGConv(16, 32, K=2)
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 32])
+    """
+
+    _peer = conv.SGConv
+
+
+class TAGConv(_Normalised, conv.TAGConv):  # type: ignore[misc]
+    """The topology adaptive convolution of Du et al.: `torch_geometric.nn.TAGConv`.
+
+        Y[I[e],f] += W[e] * X[J[e],f]          K times, with weights normalised by degrees
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: Du et al., Topology Adaptive Graph Convolutional Networks (2017), eq. (2).
+
+    Args:
+        *args: those of `torch_geometric.nn.TAGConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.TAGConv`.
+
+    >>> from insum_nn.layers.graph.convolutions import TAGConv
+    >>> layer = TAGConv(16, 32)
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 32])
+    """
+
+    _peer = conv.TAGConv
+
+
+class APPNP(_Normalised, conv.APPNP):  # type: ignore[misc]
+    """The propagation of personalised PageRank: `torch_geometric.nn.APPNP`.
+
+        Y[I[e],f] += W[e] * Z[J[e],f],    Z = (1 - alpha) * Y + alpha * X          K times
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: Gasteiger et al., Predict then Propagate (ICLR 2019), eq. (4).
+
+    Args:
+        *args: those of `torch_geometric.nn.APPNP`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.APPNP`.
+
+    >>> from insum_nn.layers.graph.convolutions import APPNP
+    >>> layer = APPNP(K=10, alpha=0.1)
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 16])
+    """
+
+    _peer = conv.APPNP
+
+
+class LGConv(_Normalised, conv.LGConv):  # type: ignore[misc]
+    """The convolution of LightGCN: `torch_geometric.nn.LGConv`.
+
+        Y[I[e],f] += W[e] * X[J[e],f]          with weights normalised by degrees
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: He et al., LightGCN (SIGIR 2020), eq. (3).
+
+    Args:
+        *args: those of `torch_geometric.nn.LGConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.LGConv`.
+
+    >>> from insum_nn.layers.graph.convolutions import LGConv
+    >>> layer = LGConv()
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 16])
+    """
+
+    _peer = conv.LGConv
+
+
+class GatedGraphConv(_Weighted, conv.GatedGraphConv):  # type: ignore[misc]
+    """The gated graph network of Li et al.: `torch_geometric.nn.GatedGraphConv`.
+
+        Y[I[e],f] += W[e] * X[J[e],f]          before each step of the GRU
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: Li et al., Gated Graph Sequence Neural Networks (ICLR 2016), eq. (2) to (6).
+
+    Args:
+        *args: those of `torch_geometric.nn.GatedGraphConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.GatedGraphConv`.
+
+    >>> from insum_nn.layers.graph.convolutions import GatedGraphConv
+    >>> layer = GatedGraphConv(32, num_layers=2)
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
+    torch.Size([4, 32])
+    """
+
+    _peer = conv.GatedGraphConv
+
+
+class NNConv(_Convolution, conv.NNConv):  # type: ignore[misc]
+    """The edge-conditioned convolution of Gilmer et al.: `torch_geometric.nn.NNConv`.
+
+        Y[I[e],f] += X[J[e],c] * W[e,c,f]          W: what the network makes of the edge's features
+
+    Constructor, `forward`, `state_dict` and results are PyTorch Geometric's; see `SAGEConv`.
+
+    Source: Gilmer et al., Neural Message Passing for Quantum Chemistry (ICML 2017), section 5.1.
+
+    Args:
+        *args: those of `torch_geometric.nn.NNConv`.
+        options: compile options.
+        **kwargs: those of `torch_geometric.nn.NNConv`.
+
+    >>> from insum_nn.layers.graph.convolutions import NNConv
+    >>> layer = NNConv(16, 32, torch.nn.Linear(5, 16 * 32))
+    >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.randn(3, 5)).shape
+    torch.Size([4, 32])
+    """
+
+    _peer = conv.NNConv
+    _message = "X[J[e],c] * W[e,c,f]"
+    # The channels that are summed would be compared with the edges.
+    _aggregations = (SumAggregation, MeanAggregation)
+
+    def _of_edges(self, edge_attr: Tensor) -> tuple[str, dict[str, Tensor]]:  # type: ignore[override]
+        return self._message, {"W": self.nn(edge_attr).view(-1, self.in_channels_l, self.out_channels)}

@@ -1,0 +1,372 @@
+"""Convolutions of one statement against torch_geometric's: values, derivatives, options, and what messages are for."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torch_geometric")
+
+import torch_geometric.nn as peers
+from torch_geometric import EdgeIndex
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.nn import MessagePassing
+
+from insum_nn.compiler.options import Options
+from insum_nn.errors import InsumError, InsumRangeError
+from insum_nn.layers.graph import convolutions
+from insum_nn.layers.swap import swap
+from insum_nn.testing.tolerances import assert_matches
+from tests.layers.graph.test_attention import assert_same, largest_made, real
+from tests.layers.graph.test_gcn_conv import random_graph
+
+NODES, EDGES, WIDTH = 14, 45, 5
+
+# Class, what makes its arguments (modules are new for each layer), and what edges carry: "w" weights, "f" features.
+CASES: dict[str, tuple[str, Any, str]] = {
+    "mean": ("SAGEConv", lambda: ((WIDTH, 3), {}), ""),
+    "sum": ("SAGEConv", lambda: ((WIDTH, 3), {"aggr": "sum", "project": True, "normalize": True}), ""),
+    "max": ("SAGEConv", lambda: ((WIDTH, 3), {"aggr": "max"}), ""),
+    "min": ("SAGEConv", lambda: ((WIDTH, 3), {"aggr": "min", "root_weight": False}), ""),
+    "isomorphism": ("GINConv", lambda: ((nn.Linear(WIDTH, 3),), {"train_eps": True}), ""),
+    "isomorphism, other flow": ("GINConv", lambda: ((nn.Linear(WIDTH, 3),), {"flow": "target_to_source"}), ""),
+    "edges": ("GINEConv", lambda: ((nn.Linear(WIDTH, 3),), {"edge_dim": 4}), "f"),
+    "max of edges": ("GINEConv", lambda: ((nn.Linear(WIDTH, 3),), {"edge_dim": 4, "aggr": "max"}), "f"),
+    "weights": ("GraphConv", lambda: ((WIDTH, 3), {}), "w"),
+    "mean of weights": ("GraphConv", lambda: ((WIDTH, 3), {"aggr": "mean"}), "w"),
+    "max of weights": ("GraphConv", lambda: ((WIDTH, 3), {"aggr": "max", "flow": "target_to_source"}), "w"),
+    "Chebyshev": ("ChebConv", lambda: ((WIDTH, 3, 3), {}), "w"),
+    "Chebyshev, other": ("ChebConv", lambda: ((WIDTH, 3, 2), {"normalization": None, "bias": False}), "w"),
+    "simplified": ("SGConv", lambda: ((WIDTH, 3, 2), {}), "w"),
+    "adaptive": ("TAGConv", lambda: ((WIDTH, 3), {}), "w"),
+    "adaptive, plain": ("TAGConv", lambda: ((WIDTH, 3, 2), {"normalize": False}), "w"),
+    "page rank": ("APPNP", lambda: ((3, 0.1), {}), "w"),
+    "page rank, no loops": ("APPNP", lambda: ((3, 0.1), {"add_self_loops": False}), "w"),
+    "light": ("LGConv", lambda: ((), {}), "w"),
+    "gated": ("GatedGraphConv", lambda: ((6, 2), {}), "w"),
+    "networks": ("NNConv", lambda: ((WIDTH, 3, nn.Linear(4, 3 * WIDTH)), {}), "f"),
+    "mean of networks": ("NNConv", lambda: ((WIDTH, 3, nn.Linear(4, 3 * WIDTH)), {"aggr": "mean"}), "f"),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+# One of each class.
+every_layer = pytest.mark.parametrize("name", list({kind: name for name, (kind, _, _) in CASES.items()}.values()))
+
+
+def pair(name: str, **more: Any) -> tuple[Any, Any]:
+    """Our layer and the peer's with the same parameters, in float64."""
+    kind, arguments, _ = CASES[name]
+    made: list[Any] = []
+    for home in (convolutions, peers):
+        given, named = arguments()
+        own = more if home is convolutions else {}
+        made.append(getattr(home, kind)(*given, **named, **own).double())
+    ours, theirs = made
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def inputs_of(name: str, nodes: int = NODES, edges: int = EDGES) -> tuple[list[Tensor], list[Tensor]]:
+    """The arguments of a call, and those of them that are differentiable."""
+    graph, x = random_graph(nodes, edges, loops=False), real(nodes, WIDTH)
+    graph = graph[:, graph[0] != graph[1]]
+    carried = CASES[name][2]
+    if not carried:
+        return [x, graph], [x]
+    edge = real(graph.shape[1], 4) if carried == "f" else torch.rand(graph.shape[1], dtype=torch.float64) + 0.1
+    edge.requires_grad_()
+    return [x, graph, edge], [x, edge]
+
+
+def messages_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> Tensor:
+        raise AssertionError("a message is formed")
+
+    monkeypatch.setattr(MessagePassing, "propagate", refused)
+
+
+# Values and derivatives.
+
+
+@every_case
+def test_equals_the_peer(name: str, monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = pair(name)
+    arguments, leaves = inputs_of(name)
+    assert_same(ours, theirs, leaves, *arguments)
+    if CASES[name][2] == "w":
+        assert_same(ours, theirs, leaves[:1], *arguments[:2])
+    want = theirs(*arguments)
+    messages_refused(monkeypatch)
+    assert_matches(ours(*arguments), want, dtype=torch.float64, kind="sum")
+
+
+# Of no edges torch_geometric's normalisation of this one is NaN.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "Chebyshev, other"])
+@pytest.mark.parametrize(("nodes", "edges"), [(1, 0), (1, 3), (5, 0), (40, 300)])
+def test_other_sizes(name: str, nodes: int, edges: int):
+    ours, theirs = pair(name)
+    arguments, leaves = inputs_of(name, nodes, edges)
+    assert_same(ours, theirs, leaves, *arguments)
+
+
+@pytest.mark.parametrize("name", ["mean", "max", "isomorphism", "edges", "weights", "networks"])
+@pytest.mark.parametrize("only_senders", [False, True])
+def test_bipartite_graphs(name: str, only_senders: bool):
+    ours, theirs = pair(name)
+    graph = torch.stack([torch.randint(NODES, (30,)), torch.randint(6, (30,))])
+    features = [real(graph.shape[1], 4)] if CASES[name][2] == "f" else []
+    senders, receivers = real(NODES, WIDTH), real(8, WIDTH)
+    if only_senders:
+        arguments = ((senders, None), graph, *features)
+        got, want = (layer(*arguments, size=(NODES, 8)) for layer in (ours, theirs))
+        assert got.shape[0] == 8
+        assert_matches(got, want, dtype=torch.float64, kind="sum")
+        return
+    assert_same(ours, theirs, [senders, receivers, *features], (senders, receivers), graph, *features)
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_other_dtypes(name: str, dtype: torch.dtype):
+    ours, theirs = pair(name)
+    arguments, _ = inputs_of(name)
+    ours = ours.to(dtype)
+    theirs.load_state_dict(ours.state_dict())
+    given = [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in arguments]
+    want = theirs(*(t.double() if t.is_floating_point() else t for t in given))
+    got = ours(*given)
+    assert got.dtype == dtype
+    assert_matches(got, want, dtype=dtype, kind="second", scale=10 * float(want.detach().abs().max()))
+    got.float().sum().backward()
+    assert all(p.grad is None or p.grad.dtype == dtype for p in ours.parameters())
+
+
+@every_layer
+def test_strides_and_other_integers(name: str):
+    ours, theirs = pair(name)
+    (x, graph, *edge), _ = inputs_of(name)
+    want = theirs(x, graph, *edge)
+    strided = x.detach().t().contiguous().t()
+    for given in (graph.t().contiguous().t(), graph.int()):
+        assert_matches(ours(strided, given, *edge), want, dtype=torch.float64, kind="sum")
+
+
+def test_ties_share_the_gradient():
+    ours, theirs = pair("max")
+    graph = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 1]])
+    x = torch.ones(4, WIDTH, dtype=torch.float64, requires_grad=True)
+    assert_same(ours, theirs, [x], x, graph)
+
+
+@pytest.mark.parametrize("name", ["light", "adaptive", "page rank"])
+def test_edges_are_normalised_once(name: str, monkeypatch: pytest.MonkeyPatch):
+    made: list[object] = []
+    plain = convolutions.gcn_norm
+    monkeypatch.setattr(convolutions, "gcn_norm", lambda *args: made.append(args) or plain(*args))
+    ours, theirs = pair(name)
+    (x, graph, weight), _ = inputs_of(name)
+    with torch.inference_mode():
+        ours(x, graph)
+    for _ in range(2):
+        assert_matches(ours(x, graph), theirs(x, graph), dtype=torch.float64, kind="sum")
+    # Learned weights change with every step.
+    assert_matches(ours(x, graph, weight), theirs(x, graph, weight), dtype=torch.float64, kind="sum")
+    assert len(made) == 1
+    graph[0, 0] = (graph[0, 0] + 1) % NODES
+    constant = weight.detach()
+    assert_matches(ours(x, graph), theirs(x, graph), dtype=torch.float64, kind="sum")
+    for _ in range(2):
+        assert_matches(ours(x, graph, constant), theirs(x, graph, constant), dtype=torch.float64, kind="sum")
+    constant.mul_(2)
+    constant[0] = 3
+    assert_matches(ours(x, graph, constant), theirs(x, graph, constant), dtype=torch.float64, kind="sum")
+    assert len(made) == 4
+
+
+def test_cached_graphs_stay():
+    ours, theirs = (home.APPNP(2, 0.1, cached=True).double() for home in (convolutions, peers))
+    (x, graph), _ = inputs_of("mean")
+    for given in (graph, graph.flip(0)):
+        assert_matches(ours(x, given), theirs(x, given), dtype=torch.float64, kind="sum")
+
+
+# Memory.
+
+
+@pytest.mark.c
+@pytest.mark.parametrize("name", ["mean", "isomorphism", "weights", "light"])
+def test_nothing_has_an_axis_of_edges_and_one_of_features(name: str, monkeypatch: pytest.MonkeyPatch):
+    nodes, edges = 20, 4000
+    kind, arguments, _ = CASES[name]
+    given, named = arguments()
+    layer = getattr(convolutions, kind)(*given, **named)
+    graph = torch.randint(nodes, (2, edges))
+    x = torch.randn(nodes, WIDTH, requires_grad=True)
+    messages_refused(monkeypatch)
+    # Edges, of two ends in int64, and their weights.
+    assert largest_made(lambda: layer(x, graph)) <= 2 * 8 * (edges + nodes)
+
+
+# What is left to messages.
+
+
+@every_layer
+def test_messages_that_are_asked_for(name: str):
+    ours, theirs = pair(name)
+    arguments, _ = inputs_of(name)
+    want = theirs(*arguments)
+    seen: list[int] = []
+    handle = ours.register_message_forward_hook(lambda _module, _inputs, out: seen.append(len(out)))
+    assert_matches(ours(*arguments), want, dtype=torch.float64, kind="sum")
+    assert seen
+    handle.remove()
+
+
+@pytest.mark.parametrize("aggr", [["mean", "max"], "mul", "var"])
+def test_other_aggregations(aggr: Any):
+    ours, theirs = (home.SAGEConv(WIDTH, 3, aggr=aggr).double() for home in (convolutions, peers))
+    theirs.load_state_dict(ours.state_dict())
+    (x, graph), _ = inputs_of("mean")
+    assert_matches(ours(x, graph), theirs(x, graph), dtype=torch.float64, kind="sum")
+
+
+def test_other_kinds_of_graphs():
+    ours, theirs = pair("mean")
+    (x, graph), _ = inputs_of("mean")
+    want = theirs(x, graph)
+    adjacency = EdgeIndex(graph, sparse_size=(NODES, NODES))
+    assert_matches(ours(x, adjacency), want, dtype=torch.float64, kind="sum")
+    several = torch.stack([x, 2 * x])
+    assert_matches(ours(several, graph), theirs(several, graph), dtype=torch.float64, kind="sum")
+
+
+def test_networks_of_maxima():
+    """Channels are summed before edges are compared, which one statement does not say."""
+    ours, theirs = (home.NNConv(WIDTH, 3, nn.Linear(4, 15), aggr="max").double() for home in (convolutions, peers))
+    theirs.load_state_dict(ours.state_dict())
+    (x, graph, edge), _ = inputs_of("networks")
+    assert_matches(ours(x, graph, edge), theirs(x, graph, edge), dtype=torch.float64, kind="sum")
+
+
+def test_subclasses_with_messages_of_their_own():
+    class Doubled(convolutions.SAGEConv):
+        def message(self, x_j: Tensor) -> Tensor:
+            return 2 * x_j
+
+    layer = Doubled(WIDTH, 3, bias=False, root_weight=False).double()
+    plain = convolutions.SAGEConv(WIDTH, 3, bias=False, root_weight=False).double()
+    plain.load_state_dict(layer.state_dict())
+    (x, graph), _ = inputs_of("mean")
+    assert_matches(layer(x, graph), 2 * plain(x, graph), dtype=torch.float64, kind="sum")
+
+
+def test_explainers():
+    ours, _ = pair("weights")
+    settings: Any = {"explanation_type": "model", "edge_mask_type": "object", "node_mask_type": "attributes"}
+    model: Any = {"mode": "regression", "task_level": "node", "return_type": "raw"}
+    explainer = Explainer(ours, GNNExplainer(epochs=2), model_config=model, **settings)
+    (x, graph, _), _ = inputs_of("weights")
+    explanation = explainer(x.detach(), graph)
+    assert explanation.edge_mask.shape == (graph.shape[1],)
+
+
+@every_layer
+@pytest.mark.parametrize("wrong", [-1, NODES])
+def test_wrong_edges(name: str, wrong: int):
+    ours, _ = pair(name)
+    (x, graph, *edge), _ = inputs_of(name)
+    graph[1 if CASES[name][0] != "GraphConv" else 0, 2] = wrong
+    # Where torch_geometric's own normalisation comes first, its error is torch's.
+    with pytest.raises((InsumError, IndexError, RuntimeError)):
+        ours(x, graph, *edge)
+
+
+def test_errors_of_the_peer():
+    ours, theirs = pair("mean")
+    (x, graph), _ = inputs_of("mean")
+    for layer in (ours, theirs):
+        with pytest.raises(ValueError, match="integer"):
+            layer(x, graph.double())
+        with pytest.raises(ValueError, match="expected size 9"):
+            layer((x, x), graph, size=(9, NODES))
+    with pytest.raises(InsumRangeError, match="'I'|'J'"):
+        ours(x, torch.tensor([[0, NODES], [1, 2]]))
+
+
+# As a module.
+
+
+@every_layer
+def test_state_and_copies(name: str):
+    ours, theirs = pair(name)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    arguments, _ = inputs_of(name)
+    want = ours(*arguments)
+    for same in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(same(*arguments), want)
+        assert same.options == ours.options
+    again, _ = pair(name, options=Options(deterministic=True))
+    again.load_state_dict(theirs.state_dict())
+    assert_matches(again(*arguments), want, dtype=torch.float64, kind="sum")
+    assert repr(ours).startswith(repr(theirs))
+    assert ours.expression in repr(ours)
+    explained = ours.explain_statement(*arguments)
+    assert str(explained.statement) == ours.expression or "X[J[e],f]" in str(explained)
+
+
+@every_layer
+def test_swap(name: str):
+    kind, arguments, _ = CASES[name]
+    given, named = arguments()
+    peer = getattr(peers, kind)(*given, **named).double().eval()
+    model = nn.Sequential(peer)
+    call, _ = inputs_of(name)
+    want = peer(*call)
+    parameters = [*model.parameters()]
+    assert next(row.action for row in swap(model).rows) == "swapped"
+    assert type(model[0]) is getattr(convolutions, kind)
+    assert not model[0].training
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert_matches(model[0](*call), want, dtype=torch.float64, kind="sum")
+
+
+@every_layer
+def test_torch_compile(name: str):
+    ours, _ = pair(name)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    arguments, leaves = inputs_of(name)
+    got, want = compiled(*arguments), ours(*arguments)
+    assert_matches(got, want, dtype=torch.float64, kind="sum")
+    a, b = (torch.autograd.grad(out.sin().sum(), leaves) for out in (got, want))
+    for g, w in zip(a, b, strict=True):
+        assert_matches(g, w, dtype=torch.float64, kind="gradient", scale=10 * float(w.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["mean", "max", "isomorphism", "weights", "gated"])
+def test_torchscript(name: str):
+    ours, theirs = pair(name)
+    arguments, _ = inputs_of(name)
+    want = theirs(*arguments)
+    torch.jit.script(theirs)
+    scripted = torch.jit.script(ours)
+    assert_matches(scripted(*arguments), want, dtype=torch.float64, kind="sum")
+    assert list(scripted.state_dict()) == list(theirs.state_dict())
+
+
+# torch_geometric's normalisation with loops asks a meta tensor for its values.
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("Cheb", "simpl", "page"))])
+def test_meta_device(name: str):
+    kind, arguments, carried = CASES[name]
+    with torch.device("meta"):
+        given, named = arguments()
+        layer = getattr(convolutions, kind)(*given, **named)
+        edges = {"": [], "w": [torch.rand(EDGES)], "f": [torch.rand(EDGES, 4)]}[carried]
+        out = layer(torch.empty(NODES, WIDTH), torch.empty(2, EDGES, dtype=torch.int64), *edges)
+    assert out.is_meta
+    assert out.shape[0] == NODES
