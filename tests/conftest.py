@@ -122,8 +122,13 @@ def _what_a_cpu_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         insum_nn.clear_cache()
 
 
+_THREADS = torch.get_num_threads()
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seeds() -> None:
+    # A test may have set another number, by which sums are rounded otherwise.
+    torch.set_num_threads(_THREADS)
     torch.manual_seed(SEED)
     # NumPy's old global generator is what torch_geometric and scikit-learn draw from.
     np.random.seed(SEED)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,13 +11,6 @@ from insum_nn import Options
 
 FIXED = Options(deterministic=True)
 ENTRIES, ROWS = 20000, 300
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def results(text: str, tensors: dict[str, Tensor], shape: tuple[int | None, ...] | None, count: int) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from insum_nn import layers
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.layers import (
     BlockSparseLinear,
@@ -172,6 +173,14 @@ def _weighed(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return layer(x, y, x.new_ones(layer.weight_numel))  # type: ignore[call-overload, no-any-return]
 
 
+def _features(layer: nn.Module, x: Tensor, edges: Tensor, weight: Tensor) -> Tensor:
+    return layer(x, edges, weight[:, None].expand(-1, x.shape[1]))  # type: ignore[no-any-return]
+
+
+def _columns(layer: nn.Module, x: Tensor, edges: Tensor, weight: Tensor) -> Tensor:
+    return layer(x, edges, weight[:, None])  # type: ignore[no-any-return]
+
+
 _IN, _OTHER, _OUT = "2x0e+1x1o", "1x0e+1x1o", "2x0e+1x1o"
 _PATHS = [(0, 0, 0, "uvu", True), (1, 1, 0, "uvu", True), (0, 1, 1, "uvu", True)]
 _CONV = ("2x0e+2x1o", "1x0e+1x1o", "2x0e+2x1o", _PATHS)
@@ -185,6 +194,18 @@ EVERY_LAYER: dict[str, Case] = {
         lambda o: _On(GATv2Conv(3, 2, 2, edge_dim=1, add_self_loops=False, options=o)), **_graph(3, weighted=True)
     ),
     "TransformerConv": Case(lambda o: _On(TransformerConv(3, 2, 2, options=o)), **_graph(3, weighted=False)),
+    "SAGEConv": Case(lambda o: _On(layers.SAGEConv(3, 2, root_weight=False, options=o)), **_graph(3, weighted=False)),
+    "SAGEConv, maxima": Case(lambda o: _On(layers.SAGEConv(3, 2, "max", options=o)), **_graph(3, weighted=False)),
+    "GINConv": Case(lambda o: _On(layers.GINConv(nn.Identity(), options=o)), **_graph(3, weighted=False)),
+    "GINEConv": Case(lambda o: _On(layers.GINEConv(nn.Identity(), options=o), _features), **_graph(3, weighted=True)),
+    "GraphConv": Case(lambda o: _On(layers.GraphConv(3, 2, options=o)), **_graph(3, weighted=True)),
+    "TAGConv": Case(lambda o: _On(layers.TAGConv(3, 2, 1, options=o)), **_graph(3, weighted=True)),
+    "APPNP": Case(lambda o: _On(layers.APPNP(2, 0.5, add_self_loops=False, options=o)), **_graph(3, weighted=True)),
+    "LGConv": Case(lambda o: _On(layers.LGConv(options=o)), **_graph(3, weighted=True)),
+    "GatedGraphConv": Case(lambda o: _On(layers.GatedGraphConv(3, 1, options=o)), **_graph(3, weighted=True)),
+    "NNConv": Case(
+        lambda o: _On(layers.NNConv(3, 2, nn.Linear(1, 6), options=o), _columns), **_graph(3, weighted=True)
+    ),
     "BlockSparseLinear": Case(
         lambda o: _On(BlockSparseLinear(5, 4, block_shape=2, density=0.5, options=o)), **_batch(5)
     ),

@@ -121,6 +121,13 @@ _FUNCTIONS = {
     "step": "x > 0",
     "eq": "x == y",
 }
+# Those that select, of whole vectors `v` by masks `m`: lane by lane they take six times as long.
+_OF_VECTORS = {
+    "relu": "({v})(({m})x & ((x > ({v}){{0}}) | (x != x)))",
+    "leaky_relu": "({v})((({m})x & (x > ({v}){{0}})) | (({m})(x * y) & ~(x > ({v}){{0}})))",
+    "step": "({v})(({m})(({v}){{0}} + 1) & (x > ({v}){{0}}))",
+    "eq": "({v})(({m})(({v}){{0}} + 1) & (x == y))",
+}
 _RANGES = {
     "least": "INSUM_INLINE long least(long a, long b) { return a < b ? a : b; }",
     "most": "INSUM_INLINE long most(long a, long b) { return a > b ? a : b; }",
@@ -339,6 +346,8 @@ class Helpers:
         if width == 1:
             return one
         body = f"for (int i = 0; i < {width}; i++) x[i] = {one}({', '.join(f'{each}[i]' for each in names)}); return x;"
+        if name in _OF_VECTORS:
+            body = f"return {_OF_VECTORS[name].format(v=vector, m=f'm{vector}')};"
         arguments = ", ".join(f"{vector} {each}" for each in names)
         return self.function(f"{name}{width}_{number.tag}", vector, arguments, body)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
-from insum_nn.compiler.lang.bind import show_dtype
 from insum_nn.compiler.lang.check import check_names
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.programs import parse_program
@@ -215,14 +214,8 @@ def _run(
         with torch.autocast(device.type, enabled=False):
             return _run(plan, programs, found, sizes, declared, seen)
     floats = dict.fromkeys(t.dtype for t in found.values() if t.is_floating_point())
-    widened = [dtype for dtype in floats if is_widened(dtype)]
-    if widened and len(floats) > 1:
-        raise InsumDtypeError(
-            f"tensors have different dtypes: {', '.join(map(show_dtype, floats))}",
-            expression=expression,
-            fix="convert them to one dtype; nothing is cast silently.",
-            got={*floats},
-        )
+    # Statements refuse factors of several dtypes.
+    widened = [dtype for dtype in floats if is_widened(dtype)] if len(floats) == 1 else []
     if widened:
         found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
     shapes: dict[str, Sequence[int | None]] = {**declared, **{name: tensor.shape for name, tensor in found.items()}}

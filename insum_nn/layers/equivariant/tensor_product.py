@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -355,6 +355,10 @@ class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct)
     Takes the place of `e3nn.o3.FullyConnectedTensorProduct`; arguments as there, and of `TensorProduct`.
     """
 
+    if TYPE_CHECKING:
+
+        def __init__(self, irreps_in1: Irreps, irreps_in2: Irreps, irreps_out: Irreps, **kwargs: Any) -> None: ...
+
 
 class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
     """The product of each copy of one input with the copy of the other that stands at its place.
@@ -363,6 +367,12 @@ class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
 
     Takes the place of `e3nn.o3.ElementwiseTensorProduct`; arguments as there, and of `TensorProduct`.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, irreps_in1: Irreps, irreps_in2: Irreps, filter_ir_out: Any = None, **kwargs: Any
+        ) -> None: ...
 
 
 class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
@@ -373,6 +383,12 @@ class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
     Takes the place of `e3nn.o3.FullTensorProduct`; arguments as there, and of `TensorProduct`.
     """
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, irreps_in1: Irreps, irreps_in2: Irreps, filter_ir_out: Any = None, **kwargs: Any
+        ) -> None: ...
+
 
 class TensorSquare(o3.TensorSquare, TensorProduct):
     """The product of a representation with itself, each pair of copies once.
@@ -381,6 +397,12 @@ class TensorSquare(o3.TensorSquare, TensorProduct):
 
     Takes the place of `e3nn.o3.TensorSquare`; arguments as there, and of `TensorProduct`.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, irreps_in: Irreps, irreps_out: Irreps = None, filter_ir_out: Any = None, **kwargs: Any
+        ) -> None: ...
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Multiply `x` by itself; see `TensorProduct.forward`. TorchScript takes it, and not e3nn's."""

@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from insum_nn.layers.graph.messages import MessageLayer, kept_edges
+from insum_nn.layers.graph.messages import MessageLayer, kept_edges, pyg, utils
 from insum_nn.ops.attention import ATTEND, SOFTMAX, attention, run_promoted
 from insum_nn.structure.graph_entries import edge_entries
-
-# The package's own error comes first where PyTorch Geometric is missing.
-from torch_geometric.nn import MessagePassing  # isort: skip
-from torch_geometric.nn.conv import gat_conv, gatv2_conv, transformer_conv  # isort: skip
-from torch_geometric.utils import add_self_loops, remove_self_loops  # isort: skip
 
 __all__ = ["GATConv", "GATv2Conv", "TransformerConv"]
 
@@ -28,24 +23,16 @@ class _Attention(MessageLayer):
     def _statements(self) -> tuple[str, ...]:
         return (*f"{self._scores}\n{SOFTMAX}".splitlines(), ATTEND)
 
-    def forward(
-        self,
-        x: Any,
-        edge_index: Any,
-        edge_attr: Tensor | None = None,
-        return_attention_weights: bool | None = None,
-    ) -> Any:
+    def forward(self, x: Any, edge_index: Any, edge_attr: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Attend; see the peer's `forward`."""
-        return self._attend(x, edge_index, edge_attr, return_attention_weights=return_attention_weights)
-
-    def _attend(self, x: Any, edge_index: Any, edge_attr: Tensor | None, **kwargs: Any) -> Any:
         layer: Any = self
         if getattr(self, "add_self_loops", False) and self._keeps(edge_index):
             nodes = [n.size(0) for n in (x if isinstance(x, tuple | list) else (x,)) if n is not None]
-            count = min(kwargs.get("size") or nodes)
+            # The only argument that is a pair.
+            count = min(next((a for a in (*args, *kwargs.values()) if isinstance(a, tuple)), nodes))
             if edge_attr is not None:
-                without, edge_attr = remove_self_loops(edge_index, edge_attr)
-                edge_attr = add_self_loops(without, edge_attr, self.fill_value, count)[1]  # type: ignore[attr-defined]
+                without, edge_attr = utils.remove_self_loops(edge_index, edge_attr)
+                edge_attr = utils.add_self_loops(without, edge_attr, self.fill_value, count)[1]  # type: ignore[attr-defined]
 
             def build(edges: Tensor = edge_index) -> Tensor:
                 entries = edge_entries(edges, count, loops="replaced")
@@ -53,7 +40,7 @@ class _Attention(MessageLayer):
 
             edge_index = kept_edges([edge_index], ("loops", count), build)
             layer = self._but(add_self_loops=False)
-        return self._peer.forward(layer, x, edge_index, edge_attr, **kwargs)  # type: ignore[attr-defined]
+        return self._peer.forward(layer, x, edge_index, edge_attr, *args, **kwargs)  # type: ignore[attr-defined]
 
     def _edge_features(self, edge_attr: Tensor) -> Tensor:
         """Return (e, heads, channels)."""
@@ -67,13 +54,13 @@ class _Attention(MessageLayer):
         weights = run_promoted(f"{scores}\n{SOFTMAX}", values, self._ends(edge_index), self.options, shapes)
         return functional.dropout(weights, self.dropout, self.training)  # type: ignore[attr-defined]
 
-    def _sum(self, edge_index: Tensor, size: Any, x: Any, alpha: Tensor) -> Tensor:
+    def _sum(self, edge_index: Tensor, size: Any, x: Any, alpha: Tensor) -> Tensor:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         nodes = size[1] if size is not None else (x[0] if x[1] is None else x[1]).size(0)
         shape = {"Y": (nodes, None, None)}
         return run_promoted(ATTEND, {"W": alpha, "V": x[0]}, self._ends(edge_index), self.options, shape)
 
 
-class GATConv(_Attention, gat_conv.GATConv):
+class GATConv(_Attention, pyg.conv.GATConv):
     """The graph attention of Velickovic et al.: `torch_geometric.nn.GATConv`, without a tensor of edges and features.
 
         S[e,h] = leaky_relu(A[J[e],h] + B[I[e],h], negative_slope)      and, with features of edges, + F[e,h] inside
@@ -97,25 +84,14 @@ class GATConv(_Attention, gat_conv.GATConv):
     torch.Size([4, 16])
     """
 
-    _peer = gat_conv.GATConv
+    _peer = pyg.conv.GATConv
     _scores = "S[e,h] = leaky_relu(A[J[e],h] + B[I[e],h], slope)"
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Any,
-        edge_index: Any,
-        edge_attr: Tensor | None = None,
-        size: Any = None,
-        return_attention_weights: bool | None = None,
-    ) -> Any:
-        """Attend; see `torch_geometric.nn.GATConv.forward`."""
-        return self._attend(x, edge_index, edge_attr, size=size, return_attention_weights=return_attention_weights)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Return the weights of edges."""
         alpha, edge_attr = kwargs["alpha"], kwargs["edge_attr"]
         if self._asks(edge_index):
-            return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
+            return pyg.MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
         parts, values = ["A[J[e],h]"], {"A": alpha[0]}
         if alpha[1] is not None:
             parts, values = [*parts, "B[I[e],h]"], {**values, "B": alpha[1]}
@@ -127,7 +103,7 @@ class GATConv(_Attention, gat_conv.GATConv):
         return self._weights(scores, values, edge_index, nodes)
 
 
-class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):  # pyright: ignore[reportIncompatibleMethodOverride]
+class GATv2Conv(_Attention, pyg.conv.GATv2Conv):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The graph attention of Brody et al.: `torch_geometric.nn.GATv2Conv`, without a tensor of edges and features.
 
         S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], negative_slope) * A[h,c]     with features of edges + F[e,h,c]
@@ -149,14 +125,14 @@ class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):  # pyright: ignore[reportInco
     torch.Size([4, 8])
     """
 
-    _peer = gatv2_conv.GATv2Conv
+    _peer = pyg.conv.GATv2Conv
     _scores = "S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], slope) * A[h,c]"
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Return the weights of edges."""
         (left, right), edge_attr = kwargs["x"], kwargs["edge_attr"]
         if self._asks(edge_index):
-            return MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
+            return pyg.MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
         inner, values = "V[J[e],h,c] + R[I[e],h,c]", {"V": left, "R": right, "A": self.att[0]}
         if edge_attr is not None:
             inner, values = f"{inner} + F[e,h,c]", {**values, "F": self._edge_features(edge_attr)}
@@ -164,7 +140,7 @@ class GATv2Conv(_Attention, gatv2_conv.GATv2Conv):  # pyright: ignore[reportInco
         return self._weights(scores, values, edge_index, right.size(0))
 
 
-class TransformerConv(_Attention, transformer_conv.TransformerConv):  # pyright: ignore[reportIncompatibleMethodOverride]
+class TransformerConv(_Attention, pyg.conv.TransformerConv):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The graph transformer of Shi et al.: `torch_geometric.nn.TransformerConv`.
 
         S[e,h] = Q[I[e],h,c] * (K[J[e],h,c] + F[e,h,c]) * scale
@@ -188,7 +164,7 @@ class TransformerConv(_Attention, transformer_conv.TransformerConv):  # pyright:
     torch.Size([4, 16])
     """
 
-    _peer = transformer_conv.TransformerConv
+    _peer = pyg.conv.TransformerConv
     _scores = "S[e,h] = Q[I[e],h,c] * K[J[e],h,c] * scale"
 
     def _sum(self, edge_index: Tensor, size: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]

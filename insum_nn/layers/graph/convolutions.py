@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import wide_dtype
 from insum_nn.facts import IndexFacts
-from insum_nn.layers.graph.messages import COMBINES, MessageLayer, asks_for_messages, kept_edges
+from insum_nn.layers.graph.messages import COMBINES, MessageLayer, kept_edges, pyg
 from insum_nn.ops.attention import promoted
 from insum_nn.ops.statements import run
 from insum_nn.structure.gcn_norm import gcn_norm
-
-# The package's own error comes first where PyTorch Geometric is missing.
-from torch_geometric.nn import MessagePassing, conv  # isort: skip
-from torch_geometric.nn.aggr import MeanAggregation, SumAggregation  # isort: skip
+from insum_nn.structure.graph_entries import Flow
 
 __all__ = ["ChebConv", "GraphConv", "LGConv", "SGConv", "TAGConv"]
 __all__ += ["APPNP", "GINConv", "GINEConv", "GatedGraphConv", "NNConv", "SAGEConv"]
@@ -26,6 +25,7 @@ _FACTS = {name: IndexFacts(masked=False) for name in "IJ"}
 class _Convolution(MessageLayer):
     """One whose messages are a product or a function of what nodes send."""
 
+    __call__: Callable[..., Tensor]
     _message: ClassVar[str] = "X[J[e],f]"
     _aggregations: ClassVar[tuple[type, ...]] = tuple(COMBINES)
 
@@ -34,10 +34,6 @@ class _Convolution(MessageLayer):
 
     def _statement(self, message: str) -> str:
         return f"Y[I[e],f] {COMBINES.get(type(self.aggr_module), '+=')} {message}"
-
-    def _asks(self, edge_index: Any) -> bool:
-        plain = type(edge_index) is Tensor and edge_index.layout == torch.strided
-        return not plain or asks_for_messages(self, self._peer, self._aggregations)
 
     def _of_edges(self) -> tuple[str, dict[str, Tensor]]:
         """Return the message, and what it reads of edges, which are what the peer passes for its messages."""
@@ -48,22 +44,19 @@ class _Convolution(MessageLayer):
         pair = x if isinstance(x, tuple | list) else (x, x)
         sent = pair[out_of]
         if sent is None or sent.dim() != 2 or self.node_dim not in (0, -2):
-            return MessagePassing.propagate(self, edge_index, size=size, x=x, **edges)
+            return pyg.MessagePassing.propagate(self, edge_index, size=size, x=x, **edges)
         sizes: Any = self._check_input(edge_index, size)
         for end, features in enumerate(pair):
             if features is not None:
                 self._set_size(sizes, end, features)
         nodes = sizes[out_of] if sizes[into] is None else sizes[into]
-        message, values = self._of_edges(*edges.values())
-        ends = self._ends(edge_index)
+        (message, values), ends, counts = self._of_edges(*edges.values()), self._ends(edge_index), None
         named = {**promoted({"X": sent, **values}), **ends}
+        if type(self.aggr_module) is pyg.aggr.MeanAggregation:
+            ones = torch.ones(edge_index.size(1), dtype=wide_dtype(sent.dtype), device=sent.device)
+            counts = run("N[I[e]] += W[e]", _FACTS, {"W": ones, "I": ends["I"]}, self.options, (nodes,))
         out = run(self._statement(message), _FACTS, named, self.options, (nodes, None))
-        if type(self.aggr_module) is not MeanAggregation:
-            return out
-        counts = torch.zeros(nodes, device=out.device).index_add(
-            0, ends["I"], torch.ones(edge_index.size(1), device=out.device)
-        )
-        return out / counts.clamp(min=1).to(out.dtype).unsqueeze(1)
+        return out if counts is None else out / counts.clamp(min=1).to(out.dtype).unsqueeze(1)
 
 
 class _Weighted(_Convolution):
@@ -83,14 +76,14 @@ class _Normalised(_Weighted):
         layer: Any = self
         kept = self.normalize and not getattr(self, "cached", False) and self._keeps(edge_index)
         if kept and (edge_weight is None or not edge_weight.requires_grad):
-            how = x.size(self.node_dim), False, getattr(self, "add_self_loops", False), self.flow, x.dtype
+            how = x.size(self.node_dim), False, getattr(self, "add_self_loops", False), cast("Flow", self.flow), x.dtype
             read = [edge_index] if edge_weight is None else [edge_index, edge_weight]
             edge_index, edge_weight = kept_edges(read, how, lambda: gcn_norm(edge_index, edge_weight, *how))
             layer = self._but(normalize=False)
         return self._peer.forward(layer, x, edge_index, edge_weight)  # type: ignore[attr-defined, no-any-return]
 
 
-class SAGEConv(_Convolution, conv.SAGEConv):  # type: ignore[misc]
+class SAGEConv(_Convolution, pyg.conv.SAGEConv):  # type: ignore[misc]
     """The convolution of GraphSAGE: `torch_geometric.nn.SAGEConv`, without a tensor of edges and features.
 
         Y[I[e],f] += X[J[e],f]          aggr="sum"; divided by the number of edges of each node with aggr="mean"
@@ -118,10 +111,10 @@ class SAGEConv(_Convolution, conv.SAGEConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = conv.SAGEConv
+    _peer = pyg.conv.SAGEConv
 
 
-class GINConv(_Convolution, conv.GINConv):  # type: ignore[misc]
+class GINConv(_Convolution, pyg.conv.GINConv):  # type: ignore[misc]
     """The graph isomorphism layer of Xu et al.: `torch_geometric.nn.GINConv`.
 
         Y[I[e],f] += X[J[e],f]
@@ -142,10 +135,10 @@ class GINConv(_Convolution, conv.GINConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = conv.GINConv
+    _peer = pyg.conv.GINConv
 
 
-class GINEConv(_Convolution, conv.GINEConv):  # type: ignore[misc]
+class GINEConv(_Convolution, pyg.conv.GINEConv):  # type: ignore[misc]
     """The graph isomorphism layer with features of edges: `torch_geometric.nn.GINEConv`.
 
         Y[I[e],f] += relu(X[J[e],f] + F[e,f])
@@ -166,14 +159,14 @@ class GINEConv(_Convolution, conv.GINEConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = conv.GINEConv
+    _peer = pyg.conv.GINEConv
     _message = "relu(X[J[e],f] + F[e,f])"
 
     def _of_edges(self, edge_attr: Tensor) -> tuple[str, dict[str, Tensor]]:  # type: ignore[override]
         return self._message, {"F": edge_attr if self.lin is None else self.lin(edge_attr)}
 
 
-class GraphConv(_Weighted, conv.GraphConv):  # type: ignore[misc]
+class GraphConv(_Weighted, pyg.conv.GraphConv):  # type: ignore[misc]
     """The graph convolution of Morris et al.: `torch_geometric.nn.GraphConv`.
 
         Y[I[e],f] += W[e] * X[J[e],f]
@@ -194,10 +187,10 @@ class GraphConv(_Weighted, conv.GraphConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = conv.GraphConv
+    _peer = pyg.conv.GraphConv
 
 
-class ChebConv(_Weighted, conv.ChebConv):  # type: ignore[misc]
+class ChebConv(_Weighted, pyg.conv.ChebConv):  # type: ignore[misc]
     """The spectral convolution of Defferrard et al.: `torch_geometric.nn.ChebConv`.
 
         Y[I[e],f] += W[e] * X[J[e],f]          once for each order of the Chebyshev polynomial
@@ -217,10 +210,10 @@ class ChebConv(_Weighted, conv.ChebConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = conv.ChebConv
+    _peer = pyg.conv.ChebConv
 
 
-class SGConv(_Weighted, conv.SGConv):  # type: ignore[misc]
+class SGConv(_Weighted, pyg.conv.SGConv):  # type: ignore[misc]
     """The simplified convolution of Wu et al.: `torch_geometric.nn.SGConv`.
 
         Y[I[e],f] += W[e] * X[J[e],f]          K times, with weights normalised by degrees
@@ -240,10 +233,10 @@ class SGConv(_Weighted, conv.SGConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = conv.SGConv
+    _peer = pyg.conv.SGConv
 
 
-class TAGConv(_Normalised, conv.TAGConv):  # type: ignore[misc]
+class TAGConv(_Normalised, pyg.conv.TAGConv):  # type: ignore[misc]
     """The topology adaptive convolution of Du et al.: `torch_geometric.nn.TAGConv`.
 
         Y[I[e],f] += W[e] * X[J[e],f]          K times, with weights normalised by degrees
@@ -263,10 +256,10 @@ class TAGConv(_Normalised, conv.TAGConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = conv.TAGConv
+    _peer = pyg.conv.TAGConv
 
 
-class APPNP(_Normalised, conv.APPNP):  # type: ignore[misc]
+class APPNP(_Normalised, pyg.conv.APPNP):  # type: ignore[misc]
     """The propagation of personalised PageRank: `torch_geometric.nn.APPNP`.
 
         Y[I[e],f] += W[e] * Z[J[e],f],    Z = (1 - alpha) * Y + alpha * X          K times
@@ -286,10 +279,10 @@ class APPNP(_Normalised, conv.APPNP):  # type: ignore[misc]
     torch.Size([4, 16])
     """
 
-    _peer = conv.APPNP
+    _peer = pyg.conv.APPNP
 
 
-class LGConv(_Normalised, conv.LGConv):  # type: ignore[misc]
+class LGConv(_Normalised, pyg.conv.LGConv):  # type: ignore[misc]
     """The convolution of LightGCN: `torch_geometric.nn.LGConv`.
 
         Y[I[e],f] += W[e] * X[J[e],f]          with weights normalised by degrees
@@ -309,10 +302,10 @@ class LGConv(_Normalised, conv.LGConv):  # type: ignore[misc]
     torch.Size([4, 16])
     """
 
-    _peer = conv.LGConv
+    _peer = pyg.conv.LGConv
 
 
-class GatedGraphConv(_Weighted, conv.GatedGraphConv):  # type: ignore[misc]
+class GatedGraphConv(_Weighted, pyg.conv.GatedGraphConv):  # type: ignore[misc]
     """The gated graph network of Li et al.: `torch_geometric.nn.GatedGraphConv`.
 
         Y[I[e],f] += W[e] * X[J[e],f]          before each step of the GRU
@@ -332,10 +325,10 @@ class GatedGraphConv(_Weighted, conv.GatedGraphConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = conv.GatedGraphConv
+    _peer = pyg.conv.GatedGraphConv
 
 
-class NNConv(_Convolution, conv.NNConv):  # type: ignore[misc]
+class NNConv(_Convolution, pyg.conv.NNConv):  # type: ignore[misc]
     """The edge-conditioned convolution of Gilmer et al.: `torch_geometric.nn.NNConv`.
 
         Y[I[e],f] += X[J[e],c] * W[e,c,f]          W: what the network makes of the edge's features
@@ -355,10 +348,10 @@ class NNConv(_Convolution, conv.NNConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = conv.NNConv
+    _peer = pyg.conv.NNConv
     _message = "X[J[e],c] * W[e,c,f]"
     # The channels that are summed would be compared with the edges.
-    _aggregations = (SumAggregation, MeanAggregation)
+    _aggregations = (pyg.aggr.SumAggregation, pyg.aggr.MeanAggregation)
 
     def _of_edges(self, edge_attr: Tensor) -> tuple[str, dict[str, Tensor]]:  # type: ignore[override]
         return self._message, {"W": self.nn(edge_attr).view(-1, self.in_channels_l, self.out_channels)}

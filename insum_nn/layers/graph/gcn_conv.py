@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.errors import InsumShapeError
-from insum_nn.layers.graph.messages import MessageLayer, asks_for_messages
+from insum_nn.layers.graph.messages import EdgeIndex, MessageLayer, OptTensor, SparseTensor, asks_for_messages, pyg  # pyright: ignore
 from insum_nn.ops.graph_conv import GRAPH_ENTRIES, adjacency_product, graph_conv
 from insum_nn.ops.graph_matrix import CARRY, Recipe, edges_of_adjacency, edges_of_sparse_tensor
 from insum_nn.ops.statements import static_shape, untraced
@@ -19,13 +20,9 @@ from insum_nn.structure.graph_entries import Flow, Loops, check_square
 from insum_nn.structure.plain_tensors import is_batched, plain_tensors
 from insum_nn.tensor_cache import forget
 
-# The package's own error comes first where PyTorch Geometric is missing.
-from torch_geometric import EdgeIndex  # isort: skip
-from torch_geometric.nn import MessagePassing  # isort: skip
-from torch_geometric.nn.conv import gcn_conv as peer  # isort: skip
-from torch_geometric.typing import OptTensor, SparseTensor  # isort: skip # pyright: ignore
-
 __all__ = ["GCNConv"]
+
+peer = pyg.conv.gcn_conv
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
@@ -96,6 +93,7 @@ class GCNConv(MessageLayer, peer.GCNConv):
     torch.Size([4, 32])
     """
 
+    __call__: Callable[..., Tensor]
     # The graph from which the matrix was made that calls with `cached` read, and that matrix.
     _cached_adjacency = None
     _peer: ClassVar[type] = peer.GCNConv
@@ -104,7 +102,7 @@ class GCNConv(MessageLayer, peer.GCNConv):
     # the peer's, so they are declared here.
     propagate_type: ClassVar[dict[str, Any]] = {"x": Tensor, "edge_weight": OptTensor}
     # For calls that ask for messages.
-    propagate = MessagePassing.propagate
+    propagate = pyg.MessagePassing.propagate
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         cls._makes_messages |= "propagate" in cls.__dict__

@@ -13,11 +13,12 @@ from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.structure.plain_tensors import plain_tensors
-from insum_nn.tensor_cache import TensorCache
+from insum_nn.tensor_cache import TensorCache, same_view
 
 try:
-    from torch_geometric.nn import MessagePassing
-    from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
+    from torch_geometric import EdgeIndex, utils
+    from torch_geometric import nn as pyg
+    from torch_geometric.typing import OptTensor, SparseTensor  # pyright: ignore
 except ImportError as error:
     raise MissingExtraError(
         "layers of graphs take the place of torch_geometric's, which is not installed",
@@ -25,10 +26,12 @@ except ImportError as error:
     ) from error
 
 __all__ = ["COMBINES", "MessageLayer", "asks_for_messages", "kept_edges"]
+__all__ += ["EdgeIndex", "OptTensor", "SparseTensor", "pyg", "utils"]
 
 Built = TypeVar("Built")
 
-COMBINES = {SumAggregation: "+=", MeanAggregation: "+=", MaxAggregation: "max=", MinAggregation: "min="}
+_COMBINED = {"+=": ("SumAggregation", "MeanAggregation"), "max=": ("MaxAggregation",), "min=": ("MinAggregation",)}
+COMBINES: dict[type, str] = {getattr(pyg.aggr, name): by for by, names in _COMBINED.items() for name in names}
 """How a statement says what an aggregation does; a mean is a sum that is divided."""
 _edges: TensorCache[Any] = TensorCache(limit=32)
 
@@ -51,7 +54,7 @@ def kept_edges(read: Sequence[Tensor], key: Hashable, build: Callable[[], Built]
     return _edges.get(read, key, made)  # type: ignore[no-any-return]
 
 
-def asks_for_messages(layer: Any, peer: type, aggregations: tuple[type, ...] = (SumAggregation,)) -> bool:
+def asks_for_messages(layer: Any, peer: type, aggregations: tuple[type, ...] = (pyg.aggr.SumAggregation,)) -> bool:
     """Return whether messages are asked for, by an explainer, a hook, a subclass or an aggregation."""
     if layer.explain or layer._edge_mask is not None or layer.decomposed_layers != 1:
         return True
@@ -66,7 +69,7 @@ def asks_for_messages(layer: Any, peer: type, aggregations: tuple[type, ...] = (
     return any([name in layer.__dict__ or getattr(kind, name) is not getattr(peer, name) for name in _METHODS])
 
 
-class MessageLayer(StatementLayer, MessagePassing):
+class MessageLayer(StatementLayer, pyg.MessagePassing):
     """A layer of PyTorch Geometric whose messages are summed by a statement, which forms none of them.
 
     The peer's own code, which forms one message for each edge, runs where messages are needed: for explainers, hooks,
@@ -78,6 +81,7 @@ class MessageLayer(StatementLayer, MessagePassing):
     """
 
     _peer: ClassVar[type]
+    _aggregations: ClassVar[tuple[type, ...]] = (pyg.aggr.SumAggregation,)
     options: Options = DEFAULT
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
@@ -94,7 +98,7 @@ class MessageLayer(StatementLayer, MessagePassing):
         """Return what TorchScript compiles in place of the layer: the peer's, with the same parameters."""
         plain: Any = object.__new__(self._peer)
         # What PyTorch Geometric finds in the source of a class is that of the peer's.
-        MessagePassing.__init__(plain)
+        pyg.MessagePassing.__init__(plain)
         found = {name: plain.__dict__[name] for name in ("inspector", "_user_args", "_fused_user_args")}
         plain.__dict__.update(self.__dict__, **found)
         return plain
@@ -125,7 +129,7 @@ class MessageLayer(StatementLayer, MessagePassing):
     def _asks(self, edge_index: Any) -> bool:
         """Return whether messages are asked for, or the edges are no list of them."""
         plain = type(edge_index) is Tensor and edge_index.layout == torch.strided
-        return not plain or asks_for_messages(self, self._peer)
+        return not plain or asks_for_messages(self, self._peer, self._aggregations)
 
     def _keeps(self, edge_index: Any) -> bool:
         """Return whether what is made of the edges may be kept: no graph is recorded, and they have values."""
@@ -135,7 +139,7 @@ class MessageLayer(StatementLayer, MessagePassing):
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Sum what nodes send."""
         if self._asks(edge_index):
-            return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
+            return pyg.MessagePassing.propagate(self, edge_index, size=size, **kwargs)
         return self._sum(edge_index, size, **kwargs)
 
     def _sum(self, edge_index: Tensor, size: Any, **kwargs: Any) -> Tensor:
@@ -145,4 +149,6 @@ class MessageLayer(StatementLayer, MessagePassing):
         sends, receives = edge_index.unbind(0)
         if self.flow == "target_to_source":
             sends, receives = receives, sends
-        return {"I": receives, "J": sends}
+        if torch.compiler.is_compiling():
+            return {"I": receives, "J": sends}
+        return {"I": same_view(receives), "J": same_view(sends)}
