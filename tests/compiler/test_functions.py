@@ -234,3 +234,19 @@ def test_gradients_of_generated_triton():
     want = orders(lambda t: summed(every, t, ROWS), finite(found), "XBW")
     run = lambda t: insum(text, tensors=read(text, t), out_shape=(ROWS, None), options=GENERATED)  # noqa: E731
     assert_orders(orders(run, rounded(found, torch.float32), "XBW"), want, torch.float32)
+
+
+@pytest.mark.c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("text", ["relu(X[i])", "leaky_relu(X[i], 0.1)", "step(X[i])", "eq(X[i], W[i])", "sign(X[i])"])
+def test_functions_that_select_at_special_values(text: str, dtype: torch.dtype):
+    """C computes them by masks of whole vectors, and the last numbers one by one."""
+    special = [0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), -float("inf"), 2.5, -2.5]
+    named = {"X": torch.tensor(special * 9, dtype=dtype), "W": torch.tensor(special * 9, dtype=dtype).abs()}
+    named = {name: tensor for name, tensor in named.items() if name in text}
+    in_c, by_torch = (
+        insum_nn.compile(f"Y[i] = {text}", options=Options(backend=backend))(tensors=named)
+        for backend in ("c", "eager")
+    )
+    assert torch.equal(in_c.isnan(), by_torch.isnan())
+    assert torch.equal(in_c.nan_to_num(7.0), by_torch.nan_to_num(7.0))

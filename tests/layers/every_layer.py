@@ -40,9 +40,14 @@ from insum_nn.layers import (
 )
 from insum_nn.layers.spconv import AddTableMisaligned, SparseGlobalAvgPool, SparseGlobalMaxPool, ToDense
 
-__all__ = ["EVERY_LAYER", "MORE_MODES", "OF_E3NN_IN_GRAPHS", "WITHOUT_OPTIONS", "Case", "with_parameters"]
+__all__ = ["EVERY_LAYER", "MORE_MODES", "NO_LAYERS", "OF_E3NN_IN_GRAPHS", "WITHOUT_OPTIONS", "Case", "with_parameters"]
 
 SHAPE = [4, 3, 4]
+
+# No layers by themselves: what others are called with, or made of.
+NO_LAYERS = {"SparseConvTensor", "SparseSequential"}
+# Of these torch_geometric's own code comes first: edges whose number depends on values; or a GRU, not batched.
+NO_LAYERS |= {"ChebConv", "SGConv", "GatedGraphConv"}
 
 
 class _On(nn.Module):
@@ -202,7 +207,6 @@ EVERY_LAYER: dict[str, Case] = {
     "TAGConv": Case(lambda o: _On(layers.TAGConv(3, 2, 1, options=o)), **_graph(3, weighted=True)),
     "APPNP": Case(lambda o: _On(layers.APPNP(2, 0.5, add_self_loops=False, options=o)), **_graph(3, weighted=True)),
     "LGConv": Case(lambda o: _On(layers.LGConv(options=o)), **_graph(3, weighted=True)),
-    "GatedGraphConv": Case(lambda o: _On(layers.GatedGraphConv(3, 1, options=o)), **_graph(3, weighted=True)),
     "NNConv": Case(
         lambda o: _On(layers.NNConv(3, 2, nn.Linear(1, 6), options=o), _columns), **_graph(3, weighted=True)
     ),

@@ -11,11 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.export import Dim
 
 from insum_nn import layers
-from tests.layers.every_layer import EVERY_LAYER, with_parameters
-
-# No layers by themselves: what others are called with, or made of. Of the two of graphs, torch_geometric's own
-# normalisation comes first, and makes edges whose number depends on values.
-NO_LAYERS = {"SparseConvTensor", "SparseSequential", "ChebConv", "SGConv"}
+from tests.layers.every_layer import EVERY_LAYER, NO_LAYERS, with_parameters
 
 
 def test_every_layer_has_a_case():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -78,6 +79,8 @@ class Substitution(ABC):
         """Replace the peer's classes, and have `met` counted."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
+        # A suite may draw parameter sets when it is imported: each run draws the same ones.
+        random.seed(0)
         self.substitute()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

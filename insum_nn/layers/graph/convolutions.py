@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,13 +13,15 @@ from insum_nn.dtypes import wide_dtype
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.graph.messages import COMBINES, MessageLayer, kept_edges, pyg
 from insum_nn.ops.attention import promoted
-from insum_nn.ops.statements import run
+from insum_nn.ops.statements import in_a_graph, run
 from insum_nn.structure.gcn_norm import gcn_norm
 from insum_nn.structure.graph_entries import Flow
 
 __all__ = ["ChebConv", "GraphConv", "LGConv", "SGConv", "TAGConv"]
 __all__ += ["APPNP", "GINConv", "GINEConv", "GatedGraphConv", "NNConv", "SAGEConv"]
 
+# How many edges a node has, of weights that are 1.
+_COUNT = "N[I[e]] += W[e]"
 _FACTS = {name: IndexFacts(masked=False) for name in "IJ"}
 
 
@@ -30,7 +33,8 @@ class _Convolution(MessageLayer):
     _aggregations: ClassVar[tuple[type, ...]] = tuple(COMBINES)
 
     def _statements(self) -> tuple[str, ...]:
-        return (self._statement(self._message),)
+        means = type(self.aggr_module) is pyg.aggr.MeanAggregation
+        return *((_COUNT,) if means else ()), self._statement(self._message)
 
     def _statement(self, message: str) -> str:
         return f"Y[I[e],f] {COMBINES.get(type(self.aggr_module), '+=')} {message}"
@@ -54,7 +58,7 @@ class _Convolution(MessageLayer):
         named = {**promoted({"X": sent, **values}), **ends}
         if type(self.aggr_module) is pyg.aggr.MeanAggregation:
             ones = torch.ones(edge_index.size(1), dtype=wide_dtype(sent.dtype), device=sent.device)
-            counts = run("N[I[e]] += W[e]", _FACTS, {"W": ones, "I": ends["I"]}, self.options, (nodes,))
+            counts = run(_COUNT, _FACTS, {"W": ones, "I": ends["I"]}, self.options, (nodes,))
         out = run(self._statement(message), _FACTS, named, self.options, (nodes, None))
         return out if counts is None else out / counts.clamp(min=1).to(out.dtype).unsqueeze(1)
 
@@ -69,16 +73,19 @@ class _Weighted(_Convolution):
 
 
 class _Normalised(_Weighted):
-    """One whose weights are divided by the roots of degrees: of constant weights once for each edge list."""
+    """One whose weights are divided by the roots of degrees; without weights once for each edge list."""
 
     def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve; see the peer's `forward`."""
         layer: Any = self
-        kept = self.normalize and not getattr(self, "cached", False) and self._keeps(edge_index)
-        if kept and (edge_weight is None or not edge_weight.requires_grad):
-            how = x.size(self.node_dim), False, getattr(self, "add_self_loops", False), cast("Flow", self.flow), x.dtype
-            read = [edge_index] if edge_weight is None else [edge_index, edge_weight]
-            edge_index, edge_weight = kept_edges(read, how, lambda: gcn_norm(edge_index, edge_weight, *how))
+        own = not getattr(self, "cached", False) and not torch.jit.is_tracing() and not self._asks(edge_index)
+        if self.normalize and own:
+            loops, flow = getattr(self, "add_self_loops", False), cast("Flow", self.flow)
+            how = x.size(self.node_dim), False, loops, flow, x.dtype
+            unread = in_a_graph(x, edge_index) or edge_index.is_meta
+            normalise = partial(gcn_norm, edge_index, edge_weight, *how, fixed_size=unread)
+            kept = edge_weight is None and self._keeps(edge_index)
+            edge_index, edge_weight = kept_edges([edge_index], how, normalise) if kept else normalise()
             layer = self._but(normalize=False)
         return self._peer.forward(layer, x, edge_index, edge_weight)  # type: ignore[attr-defined, no-any-return]
 

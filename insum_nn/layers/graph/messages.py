@@ -12,6 +12,7 @@ from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.statement_layer import StatementLayer
+from insum_nn.ops.statements import in_a_graph
 from insum_nn.structure.plain_tensors import plain_tensors
 from insum_nn.tensor_cache import TensorCache, same_view
 
@@ -133,8 +134,7 @@ class MessageLayer(StatementLayer, pyg.MessagePassing):
 
     def _keeps(self, edge_index: Any) -> bool:
         """Return whether what is made of the edges may be kept: no graph is recorded, and they have values."""
-        recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        return not recorded and not self._asks(edge_index) and not edge_index.is_meta
+        return not self._asks(edge_index) and not in_a_graph(edge_index) and not edge_index.is_meta
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Sum what nodes send."""

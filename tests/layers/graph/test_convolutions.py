@@ -168,25 +168,20 @@ def test_ties_share_the_gradient():
 def test_edges_are_normalised_once(name: str, monkeypatch: pytest.MonkeyPatch):
     made: list[object] = []
     plain = convolutions.gcn_norm
-    monkeypatch.setattr(convolutions, "gcn_norm", lambda *args: made.append(args) or plain(*args))
+    monkeypatch.setattr(convolutions, "gcn_norm", lambda *args, **how: made.append(args) or plain(*args, **how))
     ours, theirs = pair(name)
     (x, graph, weight), _ = inputs_of(name)
     with torch.inference_mode():
         ours(x, graph)
     for _ in range(2):
         assert_matches(ours(x, graph), theirs(x, graph), dtype=torch.float64, kind="sum")
+    assert len(made) == 1
     # Learned weights change with every step.
     assert_matches(ours(x, graph, weight), theirs(x, graph, weight), dtype=torch.float64, kind="sum")
-    assert len(made) == 1
+    made.pop()
     graph[0, 0] = (graph[0, 0] + 1) % NODES
-    constant = weight.detach()
     assert_matches(ours(x, graph), theirs(x, graph), dtype=torch.float64, kind="sum")
-    for _ in range(2):
-        assert_matches(ours(x, graph, constant), theirs(x, graph, constant), dtype=torch.float64, kind="sum")
-    constant.mul_(2)
-    constant[0] = 3
-    assert_matches(ours(x, graph, constant), theirs(x, graph, constant), dtype=torch.float64, kind="sum")
-    assert len(made) == 4
+    assert len(made) == 2
 
 
 def test_cached_graphs_stay():
@@ -315,9 +310,9 @@ def test_state_and_copies(name: str):
     again.load_state_dict(theirs.state_dict())
     assert_matches(again(*arguments), want, dtype=torch.float64, kind="sum")
     assert repr(ours).startswith(repr(theirs))
-    assert ours.expression in repr(ours)
+    assert ours.expression.splitlines() == [line.strip() for line in repr(ours).splitlines()[1:]]
     explained = ours.explain_statement(*arguments)
-    assert str(explained.statement) == ours.expression or "X[J[e],f]" in str(explained)
+    assert "X[J[e]," in str(explained)
 
 
 @every_layer
@@ -360,7 +355,7 @@ def test_torchscript(name: str):
 
 
 # torch_geometric's normalisation with loops asks a meta tensor for its values.
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("Cheb", "simpl", "page"))])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("Cheb", "simpl"))])
 def test_meta_device(name: str):
     kind, arguments, carried = CASES[name]
     with torch.device("meta"):
