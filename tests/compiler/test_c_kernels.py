@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -501,6 +502,20 @@ def test_long_sums_are_walked_once():
     )
     text = case.printed("k").text
     assert "add4_float64_float64" in text
+
+
+def test_gradients_of_pruned_filters_are_summed_in_vectors():
+    """A walk divides the number of an entry by the slots of a group: this says where pixels are, not how far apart."""
+    text = "O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k]-1,q+S[g,k]-1]"
+    tensors = {"F": numbers(30), "I": numbers(2, 3, 6, 21), "Slot": torch.arange(30).view(10, 3), "M": entries(4, 10)}
+    tensors |= {name: entries(3, 30).view(10, 3) for name in "CRS"}
+    options: dict[str, Any] = {"sizes": {"p": 6, "q": 21}, "out_shape": (2, 4, 6, 21), "compiled_in": 128}
+    for title, each, read, own in with_derivatives(iter([("pruned", text, tensors, options)])):
+        printed = case_of(each, read, **own).printed("k").text
+        assert " % " in printed or title == "pruned"
+        # Pixels are neighbours: no lane is read by itself.
+        assert re.search(r"\bldm?4_float64\(", printed), title
+        assert "lds" not in printed, title
 
 
 def test_one_entry_calls_kernels_in_order():

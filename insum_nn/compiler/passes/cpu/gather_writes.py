@@ -14,6 +14,7 @@ from functools import lru_cache
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
+    Cast,
     Const,
     Expr,
     Index,
@@ -50,12 +51,18 @@ def coefficient(subscript: Expr, index: Index) -> int | None:
     """By how much a subscript grows with an index; `None`: by what a tensor or a division says."""
     if index not in indices_in(subscript):
         return 0
-    if any(isinstance(node, Op) and node.name not in ("add", "mul") for node in walk(subscript)):
+    if not _is_sum(subscript):
         return None
     terms, _ = affine_terms(subscript)
     if any(index in indices_in(atom) for _, atom in terms if atom is not index):
         return None
     return sum(factor for factor, atom in terms if atom is index)
+
+
+def _is_sum(subscript: Node) -> bool:
+    """Whether indices and entries are multiplied by numbers and added up; how an entry is found does not count."""
+    parts = subscript.args if isinstance(subscript, Op) else (subscript.value,) if isinstance(subscript, Cast) else ()
+    return (not isinstance(subscript, Op) or subscript.name in ("add", "mul")) and all(map(_is_sum, parts))
 
 
 def nested(loops: list[Loop], stores: tuple[Store, ...], outermost: frozenset[Index] = frozenset()) -> tuple[Stmt, ...]:

@@ -25,9 +25,8 @@ def plain_entry(subscript: Expr) -> bool:
     """Whether a subscript is an entry that is read at different indices, as a walk by rows takes it."""
     if not isinstance(subscript, Load) or subscript.where is not None or not subscript.subscripts:
         return False
-    return all(isinstance(s, Index) for s in subscript.subscripts) and len({*subscript.subscripts}) == len(
-        subscript.subscripts
-    )
+    parts = subscript.subscripts
+    return all(isinstance(s, Index) for s in parts) and len({*parts}) == len(parts)
 
 
 def group_entries(kernel: Kernel) -> tuple[RowWalk, Load, Expr] | None:

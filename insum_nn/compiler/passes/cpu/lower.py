@@ -32,12 +32,11 @@ class Lowered:
 
 def lower(kernel: Kernel) -> Lowered:
     """Rewrite an algorithm of `ir.build` for a CPU."""
-    cells = written_cells(kernel)
+    cells, structure, entries = written_cells(kernel), None, ()
     if not cells.once:
         kernel = gather_writes(kernel)
         cells = written_cells(kernel)
     stores = stores_of(kernel)
-    structure, entries = None, ()
     if grouped := group_entries(kernel):
         walk_, read, count = grouped
         kernel, structure, entries = walk_.kernel, (read.buffer.name, count), walk_.entries

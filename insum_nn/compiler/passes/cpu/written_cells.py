@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.graph import loops_of, stores_of
-from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, walk
-from insum_nn.compiler.passes.cpu.gather_writes import indices_in
+from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, walk
+from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
 
 __all__ = ["WrittenCells", "written_cells"]
@@ -87,10 +87,8 @@ def _counted(
         subscripts = [target[a] for a in rest]
         inner = sorted(indices_in(*subscripts), key=lambda index: index.name)
         ends = [loops[index].end for index in inner]
-        lookups = any(
-            isinstance(n, Load) or (isinstance(n, Op) and n.name not in ("add", "mul")) for n in walk(*subscripts)
-        )
-        if common & {*inner} or lookups:
+        lookups = any(isinstance(n, Load) for n in walk(*subscripts))
+        if common & {*inner} or lookups or any(coefficient(s, i) is None for s in subscripts for i in inner):
             return False, False
         if any(not isinstance(end, Const) for end in ends):
             return len(targets) == 1 and _digits(subscripts, loops), False
