@@ -165,7 +165,8 @@ def same_view(tensor: Tensor) -> Tensor:
     >>> same_view(edges[0]) is same_view(edges[0]), same_view(edges[0]) is same_view(edges[1])
     (True, False)
     """
-    base = tensor._base
+    # Dynamo keeps no tensors.
+    base = None if torch.compiler.is_compiling() else tensor._base
     if base is None or type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() > 0:
         return tensor
     if is_functorch_wrapped_tensor(base):

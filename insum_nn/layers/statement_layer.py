@@ -13,7 +13,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.statements import program_of
 
-__all__ = ["ExplainedLayer", "StatementLayer", "renamed"]
+__all__ = ["ExplainedLayer", "StatementLayer", "renamed", "with_attributes"]
 
 
 class StatementLayer:
@@ -82,6 +82,12 @@ class ExplainedLayer(StatementLayer):
         if input is None:
             return self._program().explain()
         return statement_calls(lambda: cast(Any, self).forward(input))[-1].explain(measure=measure)
+
+
+def with_attributes(new: Any, module: Any) -> Any:
+    """Return a module that was given what another one is made of: its state, children and attributes."""
+    new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()})
+    return new
 
 
 def renamed(function: Any, name: str) -> Callable[..., Any]:

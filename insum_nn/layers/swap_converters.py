@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+
+from insum_nn.layers.statement_layer import with_attributes
 
 __all__ = ["CONVERTERS", "Converter", "NotConvertible", "register_converter"]
 
@@ -38,7 +39,7 @@ def _graph(file: str) -> Converter:
         if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
             raise NotConvertible("an explainer or a hook asks for its messages")
         kind = getattr(importlib.import_module(f"insum_nn.layers.graph.{file}"), type(module).__name__)
-        return _with_attributes(kind.__new__(kind), module)  # type: ignore[no-any-return]
+        return with_attributes(kind.__new__(kind), module)  # type: ignore[no-any-return]
 
     return convert
 
@@ -92,13 +93,7 @@ def _spconv_module(module: Any) -> nn.Module:
     new = _uninitialised(module)
     blank: dict[str, Any] = {"name": None, "_sparse_unique_name": ""} if not isinstance(module, nn.BatchNorm1d) else {}
     new.__dict__.update(blank)
-    return _with_attributes(new, module)  # type: ignore[no-any-return]
-
-
-def _with_attributes(new: Any, module: Any) -> Any:
-    """Give a module what another one is made of: its state, children and attributes."""
-    new.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()})
-    return new
+    return with_attributes(new, module)  # type: ignore[no-any-return]
 
 
 def _uninitialised(module: nn.Module) -> Any:

@@ -135,10 +135,8 @@ def run_promoted(
     out_shape: dict[str, tuple[int | None, ...]] | None = None,
 ) -> Tensor:
     """Run statements on values of the dtype to which torch promotes all of theirs."""
-    if not torch.compiler.is_compiling():
-        # Once for all statements.
-        entries = {name: same_view(entry) for name, entry in entries.items()}
-    named = {**promoted(values), **entries}
+    # Views are found once for all statements.
+    named = {**promoted(values), **{name: same_view(entry) for name, entry in entries.items()}}
     return run_statements(expression, named, options=options, out_shape=out_shape or {})  # type: ignore[no-any-return]
 
 

@@ -35,6 +35,7 @@ from insum_nn.tensor_cache import TensorCache, forget
 __all__ = [
     "CARRY",
     "COMPARE",
+    "EDGE_LISTS",
     "OPERANDS",
     "SYMMETRIC",
     "GraphMatrix",
@@ -211,7 +212,7 @@ class GraphMatrix:
 
 # What is built from a tensor is kept for as long as it lives and its version stays.
 _graphs: TensorCache[GraphMatrix] = TensorCache(limit=32)
-_edge_lists: TensorCache[tuple[Tensor, Tensor]] = TensorCache(limit=32)
+EDGE_LISTS: TensorCache[Any] = TensorCache(limit=32)
 
 
 def clear_graphs() -> None:
@@ -335,7 +336,7 @@ def edges_of_adjacency(adj: Tensor) -> tuple[Tensor, Tensor]:
         row, col = uncompressed(fixed)
         return torch.stack((col, row)), fixed.values()
 
-    edge_index, values = _edge_lists.get([adj], "sparse", build)
+    edge_index, values = EDGE_LISTS.get([adj], "sparse", build)
     return edge_index, adj.values() if adj.requires_grad else values
 
 
@@ -346,6 +347,6 @@ def edges_of_sparse_tensor(adj: Any, dtype: torch.dtype, normalize: bool) -> tup
     def build() -> tuple[Tensor, Tensor]:
         return torch.stack((col, row)), torch.ones(row.shape[0], dtype=dtype, device=row.device)
 
-    edge_index, ones = _edge_lists.get([row, col], ("SparseTensor", dtype), build)
+    edge_index, ones = EDGE_LISTS.get([row, col], ("SparseTensor", dtype), build)
     # Where values are implied, self-loops that are added still get the weight of their own.
     return edge_index, ones if value is None and normalize else value

@@ -16,7 +16,7 @@ from insum_nn.compiler.options import Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import import_extra
 from insum_nn.layers.equivariant.checks import InputError
-from insum_nn.layers.statement_layer import StatementLayer
+from insum_nn.layers.statement_layer import StatementLayer, with_attributes
 from insum_nn.ops.statements import in_a_graph
 from insum_nn.ops.tensor_product import TensorProductSpec, expressions
 
@@ -120,8 +120,7 @@ def adopt(kind: type[M], module: Any, peer: Any) -> M:
         )
     new = kind.__new__(kind)
     torch.nn.Module.__init__(new)
-    new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()})
-    return new
+    return with_attributes(new, module)  # type: ignore[no-any-return]
 
 
 def runs_directly(features: Tensor, columns: int, *others: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from insum_nn.layers.graph.messages import MessageLayer, kept_edges, pyg, utils
 from insum_nn.ops.attention import ATTEND, SOFTMAX, attention, run_promoted
+from insum_nn.ops.statements import in_a_graph
 from insum_nn.structure.graph_entries import edge_entries
 
 __all__ = ["GATConv", "GATv2Conv", "TransformerConv"]
@@ -26,10 +27,11 @@ class _Attention(MessageLayer):
     def forward(self, x: Any, edge_index: Any, edge_attr: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Attend; see the peer's `forward`."""
         layer: Any = self
-        if getattr(self, "add_self_loops", False) and self._keeps(edge_index):
+        loops = getattr(self, "add_self_loops", False) and not self._asks(edge_index)
+        if loops and not in_a_graph(edge_index) and not edge_index.is_meta:
             nodes = [n.size(0) for n in (x if isinstance(x, tuple | list) else (x,)) if n is not None]
             # The only argument that is a pair.
-            count = min(next((a for a in (*args, *kwargs.values()) if isinstance(a, tuple)), nodes))
+            count = min(next((a for a in (*args, *kwargs.values()) if isinstance(a, tuple | list)), nodes))
             if edge_attr is not None:
                 without, edge_attr = utils.remove_self_loops(edge_index, edge_attr)
                 edge_attr = utils.add_self_loops(without, edge_attr, self.fill_value, count)[1]  # type: ignore[attr-defined]

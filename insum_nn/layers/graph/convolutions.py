@@ -84,7 +84,7 @@ class _Normalised(_Weighted):
             how = x.size(self.node_dim), False, loops, flow, x.dtype
             unread = in_a_graph(x, edge_index) or edge_index.is_meta
             normalise = partial(gcn_norm, edge_index, edge_weight, *how, fixed_size=unread)
-            kept = edge_weight is None and self._keeps(edge_index)
+            kept = edge_weight is None and not unread
             edge_index, edge_weight = kept_edges([edge_index], how, normalise) if kept else normalise()
             layer = self._but(normalize=False)
         return self._peer.forward(layer, x, edge_index, edge_weight)  # type: ignore[attr-defined, no-any-return]

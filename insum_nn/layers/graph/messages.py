@@ -12,9 +12,9 @@ from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.statement_layer import StatementLayer
-from insum_nn.ops.statements import in_a_graph
+from insum_nn.ops.graph_matrix import EDGE_LISTS
 from insum_nn.structure.plain_tensors import plain_tensors
-from insum_nn.tensor_cache import TensorCache, same_view
+from insum_nn.tensor_cache import same_view
 
 try:
     from torch_geometric import EdgeIndex, utils
@@ -34,7 +34,6 @@ Built = TypeVar("Built")
 _COMBINED = {"+=": ("SumAggregation", "MeanAggregation"), "max=": ("MaxAggregation",), "min=": ("MinAggregation",)}
 COMBINES: dict[type, str] = {getattr(pyg.aggr, name): by for by, names in _COMBINED.items() for name in names}
 """How a statement says what an aggregation does; a mean is a sum that is divided."""
-_edges: TensorCache[Any] = TensorCache(limit=32)
 
 # What a subclass or an instance may define to change how messages are made, combined or read.
 _METHODS = ("message", "aggregate", "message_and_aggregate", "update", "edge_update")
@@ -52,7 +51,7 @@ def kept_edges(read: Sequence[Tensor], key: Hashable, build: Callable[[], Built]
         with plain_tensors(*read):
             return build()
 
-    return _edges.get(read, key, made)  # type: ignore[no-any-return]
+    return EDGE_LISTS.get(read, key, made)  # type: ignore[no-any-return]
 
 
 def asks_for_messages(layer: Any, peer: type, aggregations: tuple[type, ...] = (pyg.aggr.SumAggregation,)) -> bool:
@@ -132,10 +131,6 @@ class MessageLayer(StatementLayer, pyg.MessagePassing):
         plain = type(edge_index) is Tensor and edge_index.layout == torch.strided
         return not plain or asks_for_messages(self, self._peer, self._aggregations)
 
-    def _keeps(self, edge_index: Any) -> bool:
-        """Return whether what is made of the edges may be kept: no graph is recorded, and they have values."""
-        return not self._asks(edge_index) and not in_a_graph(edge_index) and not edge_index.is_meta
-
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Sum what nodes send."""
         if self._asks(edge_index):
@@ -149,6 +144,4 @@ class MessageLayer(StatementLayer, pyg.MessagePassing):
         sends, receives = edge_index.unbind(0)
         if self.flow == "target_to_source":
             sends, receives = receives, sends
-        if torch.compiler.is_compiling():
-            return {"I": receives, "J": sends}
         return {"I": same_view(receives), "J": same_view(sends)}

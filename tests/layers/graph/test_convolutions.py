@@ -15,14 +15,13 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as peers
 from torch_geometric import EdgeIndex
 from torch_geometric.explain import Explainer, GNNExplainer
-from torch_geometric.nn import MessagePassing
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.layers.graph import convolutions
 from insum_nn.layers.swap import swap
 from insum_nn.testing.tolerances import assert_matches
-from tests.layers.graph.test_attention import assert_same, largest_made, real
+from tests.layers.graph.test_attention import assert_same, largest_made, messages_refused, real
 from tests.layers.graph.test_gcn_conv import random_graph
 
 NODES, EDGES, WIDTH = 14, 45, 5
@@ -82,13 +81,6 @@ def inputs_of(name: str, nodes: int = NODES, edges: int = EDGES) -> tuple[list[T
     edge = real(graph.shape[1], 4) if carried == "f" else torch.rand(graph.shape[1], dtype=torch.float64) + 0.1
     edge.requires_grad_()
     return [x, graph, edge], [x, edge]
-
-
-def messages_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> Tensor:
-        raise AssertionError("a message is formed")
-
-    monkeypatch.setattr(MessagePassing, "propagate", refused)
 
 
 # Values and derivatives.

@@ -51,7 +51,7 @@ def lower(kernel: Kernel) -> Lowered:
         entries = tuple(e for e in (entry.replace({**narrow}) for entry in entries) if isinstance(e, Expr))
         assert isinstance(replaced, Kernel)
         kernel = replaced
-    return Lowered(kernel, written_cells(kernel, entries), structure)
+    return Lowered(kernel, cells if structure is None else written_cells(kernel, entries), structure)
 
 
 def _owned_rows(stores: Sequence[Store]) -> tuple[int, Load] | None:
