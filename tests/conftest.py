@@ -147,6 +147,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def made_on(device: torch.device) -> Generator[torch.device]:
+    """Each device in turn, where the test makes its tensors and modules, if it names no other."""
+    with device:
+        yield device
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.two_gpus)])
 def kind_of_ranks(request: pytest.FixtureRequest) -> str:
     """Where two processes train: on the CPU, and once more on two GPUs."""

@@ -93,9 +93,10 @@ def test_every_function_has_a_case():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_library_calls(name: str):
+def test_values_and_derivatives(name: str, device: torch.device):
+    """By library calls, or on a GPU by generated kernels."""
     case = CASES[name]
-    text, found = statement(case), tensors(case)
+    text, found = statement(case), {n: t.to(device) for n, t in tensors(case).items()}
     names = "XBW" if "v" in case.reads else "XW"
     want = orders(lambda t: summed(case.oracle, t, ROWS), finite(found), names)
 
@@ -108,8 +109,8 @@ def test_library_calls(name: str):
         scale = summed(lambda u, v: case.oracle(u, v).abs(), finite(found), ROWS).max()
         assert_matches(run(rounded(found, dtype)), want[0], dtype=dtype, kind="sum", scale=float(scale))
     assert_matches(
-        insum_nn.compile(text, out_shape=(ROWS, None)).reference(**read(text, found)),
-        want[0],
+        insum_nn.compile(text, out_shape=(ROWS, None)).reference(**read(text, tensors(case))),
+        want[0].cpu(),
         dtype=torch.float64,
         kind="sum",
     )
@@ -117,8 +118,8 @@ def test_library_calls(name: str):
 
 @pytest.mark.parametrize("terms", [0, 1])
 @pytest.mark.parametrize("columns", [0, 1, 5])
-def test_few_terms(terms: int, columns: int):
-    found = tensors(EVERY_CASE, columns=columns)
+def test_few_terms(terms: int, columns: int, device: torch.device):
+    found = {n: t.to(device) for n, t in tensors(EVERY_CASE, columns=columns).items()}
     found = {n: t[:terms] if n in "BWKR" else t for n, t in found.items()}
     text = statement(EVERY_CASE)
     run = lambda t: insum(text, tensors=read(text, t), out_shape=(ROWS, None))  # noqa: E731

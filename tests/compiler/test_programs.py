@@ -270,6 +270,10 @@ def orders(run: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors) -> li
     return [*out, *(z if g is None else g for g, z in zip((*first, *second), zeros, strict=True))]
 
 
+def on(device: torch.device, tensors: Tensors) -> Tensors:
+    return {name: t.to(device) for name, t in tensors.items()}
+
+
 def assert_same(got: Sequence[Tensor], want: Sequence[Tensor], least: float = 1.0) -> None:
     for a, b in zip(got, want, strict=True):
         scale = max(float(b.detach().abs().max()), least) if b.numel() else 1.0
@@ -277,8 +281,8 @@ def assert_same(got: Sequence[Tensor], want: Sequence[Tensor], least: float = 1.
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_derivatives(name: str):
-    case, tensors = CASES[name], CASES[name].draw()
+def test_values_and_derivatives(name: str, made_on: torch.device):
+    case, tensors = CASES[name], on(made_on, CASES[name].draw())
     assert_same(orders(case.run, tensors), orders(case.want, tensors))
 
 
@@ -291,9 +295,9 @@ def test_in_c(name: str):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_temporaries_of_half_precision_are_float32(name: str, dtype: torch.dtype):
+def test_temporaries_of_half_precision_are_float32(name: str, dtype: torch.dtype, made_on: torch.device):
     """Rounded once, where the result is returned."""
-    case, tensors = CASES[name], CASES[name].draw()
+    case, tensors = CASES[name], on(made_on, CASES[name].draw())
     rounded = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     exact = {n: t.double() if t.is_floating_point() else t for n, t in rounded.items()}
     for got, want in zip(case.run(rounded), case.want(exact), strict=True):
@@ -303,19 +307,20 @@ def test_temporaries_of_half_precision_are_float32(name: str, dtype: torch.dtype
         assert torch.equal(got, want.to(dtype))
 
 
-def test_scores_that_are_far_below_and_above():
+def test_scores_that_are_far_below_and_above(made_on: torch.device):
     """The exponential of a padded slot's score must not be seen, and the largest score of a row is its own shift."""
     case = CASES["windows"]
-    tensors = case.draw()
+    tensors = on(made_on, case.draw())
     for factor in (-997.0, 997.0):
-        moved = {**tensors, "Q": torch.ones(N, H, C, dtype=torch.float64), "scale": SCALE / SCALE / C}
-        moved["K"] = tensors["K"] + factor
+        moved = {**tensors, "Q": torch.ones(N, H, C, dtype=torch.float64), "K": tensors["K"] + factor}
+        moved["scale"] = torch.full_like(tensors["scale"], 1 / C)
         # Scores of such a size have three digits less.
         assert_same(orders(case.run, moved), orders(case.want, moved), 1e4)
         single = {n: t.float() if t.is_floating_point() else t for n, t in moved.items()}
         assert_matches(case.run(single)[0], case.want(moved)[0], dtype=torch.float32, kind="second", scale=10.0)
 
 
+@pytest.mark.usefixtures("made_on")
 def test_ties_of_a_maximum_that_has_a_gradient():
     text = "M[I[e]] max= exp(x[e]) * w[J[e]]; Y[e] = x[e] * M[I[e]]"
     tensors = {

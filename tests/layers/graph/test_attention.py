@@ -114,6 +114,7 @@ GIVEN = [(name, which, {**OPTIONS, **OWN[name]}[which]) for name in LAYERS for w
 
 
 @pytest.mark.parametrize(("name", "which", "options"), GIVEN, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.usefixtures("made_on")
 def test_equals_the_peer(name: str, which: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     ours, theirs = pair(name, WIDTH, 3, **options)
     graph, x = random_graph(NODES, EDGES), real(NODES, WIDTH)
@@ -131,6 +132,7 @@ def test_equals_the_peer(name: str, which: str, options: dict[str, Any], monkeyp
 
 @every_layer
 @pytest.mark.parametrize("only_senders", [False, True])
+@pytest.mark.usefixtures("made_on")
 def test_bipartite_graphs(name: str, only_senders: bool):
     if only_senders and name != "GATConv":
         pytest.skip("the peer's needs both")
@@ -148,6 +150,7 @@ def test_bipartite_graphs(name: str, only_senders: bool):
 
 @every_layer
 @pytest.mark.parametrize(("nodes", "edges"), [(1, 0), (1, 3), (5, 0), (40, 300)])
+@pytest.mark.usefixtures("made_on")
 def test_other_sizes(name: str, nodes: int, edges: int):
     ours, theirs = pair(name, WIDTH, 3, heads=2, edge_dim=2)
     graph = random_graph(nodes, edges, loops=False)
@@ -156,6 +159,7 @@ def test_other_sizes(name: str, nodes: int, edges: int):
 
 
 @every_layer
+@pytest.mark.usefixtures("made_on")
 def test_no_nodes(name: str):
     ours, theirs = pair(name, WIDTH, 3)
     x = real(0, WIDTH)
@@ -167,6 +171,7 @@ def test_no_nodes(name: str):
 
 @every_layer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("made_on")
 def test_other_dtypes(name: str, dtype: torch.dtype):
     ours, theirs = pair(name, WIDTH, 3, heads=2, edge_dim=2)
     graph = random_graph(NODES, EDGES)
@@ -183,6 +188,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype):
 
 
 @every_layer
+@pytest.mark.usefixtures("made_on")
 def test_large_scores_and_strides(name: str):
     ours, theirs = pair(name, WIDTH, 3, heads=2)
     graph = random_graph(NODES, EDGES)

@@ -87,6 +87,7 @@ def inputs_of(name: str, nodes: int = NODES, edges: int = EDGES) -> tuple[list[T
 
 
 @every_case
+@pytest.mark.usefixtures("made_on")
 def test_equals_the_peer(name: str, monkeypatch: pytest.MonkeyPatch):
     ours, theirs = pair(name)
     arguments, leaves = inputs_of(name)
@@ -101,6 +102,7 @@ def test_equals_the_peer(name: str, monkeypatch: pytest.MonkeyPatch):
 # Of no edges torch_geometric's normalisation of this one is NaN.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "Chebyshev, other"])
 @pytest.mark.parametrize(("nodes", "edges"), [(1, 0), (1, 3), (5, 0), (40, 300)])
+@pytest.mark.usefixtures("made_on")
 def test_other_sizes(name: str, nodes: int, edges: int):
     ours, theirs = pair(name)
     arguments, leaves = inputs_of(name, nodes, edges)
@@ -109,6 +111,7 @@ def test_other_sizes(name: str, nodes: int, edges: int):
 
 @pytest.mark.parametrize("name", ["mean", "max", "isomorphism", "edges", "weights", "networks"])
 @pytest.mark.parametrize("only_senders", [False, True])
+@pytest.mark.usefixtures("made_on")
 def test_bipartite_graphs(name: str, only_senders: bool):
     ours, theirs = pair(name)
     graph = torch.stack([torch.randint(NODES, (30,)), torch.randint(6, (30,))])
@@ -125,6 +128,7 @@ def test_bipartite_graphs(name: str, only_senders: bool):
 
 @every_layer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("made_on")
 def test_other_dtypes(name: str, dtype: torch.dtype):
     ours, theirs = pair(name)
     arguments, _ = inputs_of(name)
@@ -140,6 +144,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype):
 
 
 @every_layer
+@pytest.mark.usefixtures("made_on")
 def test_strides_and_other_integers(name: str):
     ours, theirs = pair(name)
     (x, graph, *edge), _ = inputs_of(name)
@@ -149,6 +154,7 @@ def test_strides_and_other_integers(name: str):
         assert_matches(ours(strided, given, *edge), want, dtype=torch.float64, kind="sum")
 
 
+@pytest.mark.usefixtures("made_on")
 def test_ties_share_the_gradient():
     ours, theirs = pair("max")
     graph = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 1]])

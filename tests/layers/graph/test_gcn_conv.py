@@ -42,7 +42,9 @@ NODES = 14
 
 def random_graph(nodes: int = NODES, edges: int = 45, seed: int = 0, loops: bool = True) -> Tensor:
     """Duplicates, isolated nodes, and at most one self-loop a node: of several the peer keeps one at random."""
-    graph = torch.randint(max(nodes - 3, 1), (2, edges), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    graph = torch.randint(max(nodes - 3, 1), (2, edges), generator=generator, device="cpu")
+    graph = graph.to(torch.get_default_device())
     is_loop = graph[0] == graph[1]
     graph = graph[:, ~is_loop]
     if loops and nodes > 4:
