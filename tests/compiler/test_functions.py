@@ -62,7 +62,7 @@ def orders(
     """A result, gradients, and gradients of a function of these; 0 where there is none."""
     leaves = {n: found[n].clone().requires_grad_() for n in names}
     out = run({**found, **leaves})
-    seeds = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
+    seeds = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).reshape(out.shape).to(out)
     first = torch.autograd.grad((out * seeds).sum(), [*leaves.values()], create_graph=True, allow_unused=True)
     first = tuple(torch.zeros_like(x) if g is None else g for g, x in zip(first, leaves.values(), strict=True))
     loss = sum((g.nan_to_num() ** 2).sum() for g in first)
