@@ -214,16 +214,18 @@ def triton_case(case: Case) -> generated_cases.Case:
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", CASES)
-def test_generated_triton(name: str):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_generated_triton(name: str, dtype: torch.dtype):
+    """Triton takes a number that is named for one of float32."""
     case = CASES[name]
     drawn = tensors(case)
     want = summed(case.oracle, finite(drawn), ROWS)
     scale = float(summed(lambda u, v: case.oracle(u, v).abs(), finite(drawn), ROWS).max())
-    own = read(statement(case), rounded(drawn, torch.float32))
+    own = read(statement(case), rounded(drawn, dtype))
     for schedule in (Schedule(n=8, k=4), Schedule(m=2, n=4, k=2)):
         _, kernel, got = kernel_of(triton_case(case), own, schedule)
         assert "tl.dot" not in kernel.source.text
-        assert_matches(got, want, dtype=torch.float32, kind="sum", scale=4 * scale)
+        assert_matches(got, want, dtype=dtype, kind="sum", scale=4 * scale)
 
 
 # A lane that misses computes with what it has, and is then not selected.

@@ -84,7 +84,7 @@ def print_kernel(kernel: Kernel, *, wide: bool = False) -> TritonKernel:
 
 class _Printer(Values):
     def __init__(self, kernel: Kernel, wide: bool) -> None:
-        super().__init__(wide)
+        super().__init__(wide, any(buffer.dtype == "float64" for buffer in kernel.inputs))
         self.kernel = kernel
         for loop in _nested(kernel.body):
             if loop.role == "tile":

@@ -104,7 +104,8 @@ def lanes_of(loop: Loop) -> int:
 class Values:
     """The values of a kernel, by scope."""
 
-    def __init__(self, wide: bool) -> None:
+    def __init__(self, wide: bool, doubles: bool) -> None:
+        self.doubles = doubles
         self.scopes = [Scope()]
         self.tiles: dict[str, Loop] = {}
         self.indices: dict[str, Value] = {}
@@ -133,8 +134,10 @@ class Values:
 
     def compute(self, expr: Expr) -> Value:
         if isinstance(expr, Const):
-            # A condition has to be a tensor, where it is the mask of a single value.
-            return Value(f"tl.full((), {expr.value}, tl.int1)" if expr.dtype == "bool" else repr(expr.value))
+            # A condition has to be a tensor, where it is the mask of a single value; Triton takes a number that has a
+            # name, or is selected, for one of float32.
+            typed = expr.dtype == "bool" or (expr.dtype == "float64" and self.doubles)
+            return Value(f"tl.full((), {expr.value}, {dtype_of(expr.dtype).tl})" if typed else repr(expr.value))
         if isinstance(expr, Size):
             self.sizes[expr.name] = None
             # Names of loops and tensors are lower-case.

@@ -63,7 +63,8 @@ def pair(name: str, **more: Any) -> tuple[Any, Any]:
     for home in (convolutions, peers):
         given, named = arguments()
         own = more if home is convolutions else {}
-        made.append(getattr(home, kind)(*given, **named, **own).double())
+        # torch's oldest constructor takes no notice of the default device.
+        made.append(getattr(home, kind)(*given, **named, **own).to(torch.get_default_device(), torch.float64))
     ours, theirs = made
     for parameter in ours.parameters():
         nn.init.normal_(parameter)
