@@ -103,7 +103,7 @@ class Artifact:
 
     Args:
         specs: the statements; several are computed by one C function, or by one kernel, or not here.
-        places: for each the positions of its tensors among those of a call.
+        places: for each the positions of its tensors among those of a call; -1 - n: what is written as output n.
         outputs: for each the number of the output that it adds to.
         pool: tensors of a first call.
         deterministic: a kernel of several statements is to give the same bits at every run.
@@ -131,8 +131,14 @@ class Artifact:
         self.fixed = frozenset(fixed)
         self.specs, self.places, self.outputs = tuple(specs), tuple(places), tuple(outputs)
         self.bodies: dict[object, Attempt] = {}
+        # In place of what statements write, for those that read it.
+        self._written: dict[int, Tensor] = {}
         self._tables = [canonical_tables(spec.statement, spec.static) for spec in specs]
-        bounds = [self._bound(n, pool, None, {}) for n in range(len(specs))]
+        bounds: list[Bound] = []
+        for number, output in enumerate(outputs):
+            bounds.append(bound := self._bound(number, pool, None, {}))
+            rank = len(specs[number].layout.output_plain)
+            self._written[output] = torch.empty((1,) * rank, dtype=bound.out_dtype, device=pool[0].device)
         self._sequences = [Sequences(b, s.options, s.static) for b, s in zip(bounds, specs, strict=True)]
         backends = [choose_backend(b, s.options, tables=bool(s.static))[0] for b, s in zip(bounds, specs, strict=True)]
         self.generated = {*backends} == {"triton"}
@@ -174,10 +180,13 @@ class Artifact:
         """Whether it depends on sizes if a statement runs as several."""
         return any(sequences.cuttable for sequences in self._sequences)
 
+    def _read(self, pool: Sequence[Tensor], place: int) -> Tensor:
+        return pool[place] if place >= 0 else self._written[-1 - place]
+
     def _bound(self, number: int, pool: Sequence[Tensor], initial: Tensor | None, facts: Facts) -> Bound:
         """One of the statements, bound to the tensors of a call."""
         spec = self.specs[number]
-        named = {n: pool[at] for n, at in zip(spec.layout.tensors, self.places[number], strict=True)}
+        named = {n: self._read(pool, at) for n, at in zip(spec.layout.tensors, self.places[number], strict=True)}
         own = initial if number == 0 else None
         drops, epilogue = spec.drop_outside, spec.epilogue
         return bind(spec.statement, named, own, facts=facts, drop_outside=drops, epilogue=epilogue)
@@ -290,7 +299,8 @@ class Artifact:
                 return _nothing_printed
             sizes = Extents(extents[number], shapes[output])
             sequences = Sequences(bound, spec.options, spec.static) if spec.static else self._sequences[number]
-            sequence = sequences.of([pool[at] for at in places], sizes)
+            read = [pool[at] if at >= 0 else self._written[-1 - at].expand(shapes[-1 - at]) for at in places]
+            sequence = sequences.of(read, sizes)
             if sequence is not None:
                 found = sequence.in_c(number, places, output, count)
                 if found is None:
@@ -298,10 +308,11 @@ class Artifact:
                 first, second = found
                 # What several statements make of their tensors first is made once.
                 made = firsts.setdefault((first.bound, first.tables, first.places), count)
+                moved = tuple([-1 - made if at == -1 - count else at for at in second.places])
                 if made == count:
                     parts.append(first)
                     count += 1
-                parts.append(replace(second, places=tuple([-1 - made if at < 0 else at for at in second.places])))
+                parts.append(replace(second, places=moved))
                 continue
             own = canonical(bound)
             static = compiled_extents(own, self._tables[number], sizes.indices)
@@ -411,6 +422,8 @@ class _Lines:
             limits = limits_of(spec.statement)
             if limits.writes or any(least > 1 for _, _, least in limits.axes):
                 self.names[f"hold{number}"] = partial(limits.hold, drop_outside=spec.drop_outside)
+                if min(places) < 0:
+                    return None
                 own = "".join(f"t{at}, " for at in places)
                 wrong.append(f"not hold{number}(({own}), Extents(extents[{number}], shapes[{output}]))")
         kinds = self.kinds()
@@ -465,8 +478,12 @@ class _Lines:
             layout = spec.layout
             shown = {each for axes in layout.plain for each in axes}
             axes = ((n, axis) for n, rank in enumerate(layout.ranks) for axis in range(rank))
-            found |= dict.fromkeys(f"t{places[n]}.shape[{axis}]" for n, axis in axes if (n, axis) not in shown)
+            found |= dict.fromkeys(self.size(places[n], axis) for n, axis in axes if (n, axis) not in shown)
         return list(found)
+
+    @staticmethod
+    def size(place: int, axis: int) -> str:
+        return f"t{place}.shape[{axis}]" if place >= 0 else f"s{-1 - place}_{axis}"
 
     def kinds(self) -> list[str]:
         """What tells that tensors are of other kinds than those of the first call, or of several devices."""
@@ -535,7 +552,7 @@ class _Lines:
                         continue
                     low = lowest_entry(spec.declared_facts.get(inner.name, UNKNOWN))
                     wrong[f"i{at}.low < {low}"] = None
-                    extent = f"{own}{axis}" if own else f"t{place[access.name]}.shape[{axis}]"
+                    extent = f"{own}{axis}" if own else self.size(place[access.name], axis)
                     wrong[f"i{at}.high >= {extent if subscript.indirect is not None else _FAR}"] = None
         return list(wrong)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, derivatives
-from insum_nn.compiler.runtime.artifact import Artifact
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.dispatch import (
     Spec,
@@ -24,9 +22,10 @@ from insum_nn.compiler.runtime.dispatch import (
     run_plain,
 )
 from insum_nn.compiler.runtime.execution import generation
+from insum_nn.compiler.runtime.statement_graph import StatementGraph, Step
 from insum_nn.tensor_cache import insert
 
-__all__ = ["Call", "Derived", "Shapes", "gradients", "kept_tensors"]
+__all__ = ["Call", "Derived", "Shapes", "derived_of", "gradients", "kept_tensors"]
 
 # Kinds of calls of a program whose common intermediate tensors are remembered.
 _COMMON_LIMIT = 64
@@ -63,7 +62,7 @@ class Call:
         found = self.spec.common.get(key)
         if found is None:
             pool = (*tensors, result, None)
-            steps = [(d, tensors[at].shape) for at, need in enumerate(needs) if need for d in _derived(self.spec, at)]
+            steps = [(d, tensors[at].shape) for at, need in enumerate(needs) if need for d in derived_of(self.spec, at)]
             made_by = [intermediates_of(d.spec, d.read(pool), d.extents(self, shape)) for d, shape in steps]
             found = Common.of(made, made_by)
             insert(self.spec.common, key, found, _COMMON_LIMIT)
@@ -103,7 +102,7 @@ def _derivative_specs(
     return derivative, tuple((each, each.layout.tensors, each.layout.indices) for each in inner)
 
 
-def _derived(spec: Spec, position: int) -> tuple[Derived, ...]:
+def derived_of(spec: Spec, position: int) -> tuple[Derived, ...]:
     """Return the derivative programs of the tensor at a position."""
     found: tuple[Derived, ...] | None = spec.derived.get(position)
     if found is None:
@@ -130,59 +129,13 @@ def kept_tensors(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...]:
     return found
 
 
-class _Together:
-    """The derivative programs of several tensors as one C function.
-
-    Attributes:
-        artifact: what runs them; `None`: there are fewer than two.
-        read: the positions of its tensors among those of the call, the gradient and the shares.
-        indices: for each program the positions of its extents among those of the call.
-        written: the position of the tensor that each output is the gradient of.
-    """
-
-    __slots__ = ("artifact", "indices", "read", "written")
-
-    def __init__(self, spec: Spec, pool: Sequence[Tensor | None], needs: Sequence[bool]) -> None:
-        values, names = spec.layout.value_tensors, spec.layout.tensors
-        self.written = [at for at, need in enumerate(needs) if need and names[at] in values and _derived(spec, at)]
-        steps = [(n, derived) for n, at in enumerate(self.written) for derived in _derived(spec, at)]
-        self.read = tuple(dict.fromkeys(place for _, derived in steps for place in derived.places))
-        slot = {place: n for n, place in enumerate(self.read)}
-        places = [tuple(slot[place] for place in derived.places) for _, derived in steps]
-        self.indices = tuple(derived.indices for _, derived in steps)
-        given: list[Any] = [pool[place] for place in self.read]
-        self.artifact = None
-        if len(self.written) > 1:
-            self.artifact = Artifact([derived.spec for _, derived in steps], places, [n for n, _ in steps], given)
-
-
-def _together(
-    call: Call, pool: Sequence[Tensor | None], shapes: Shapes, needs: Sequence[bool]
-) -> list[Tensor | None] | None:
-    """Compute several gradients by one C function; `None`: there is none, or one by one there is less to do."""
-    spec, grad = call.spec, pool[-2]
-    key = (tuple(needs), None if grad is None else grad.dtype)
-    found: _Together | None = spec.together.get(key)
-    if found is None:
-        found = spec.together[key] = _Together(spec, pool, needs)
-    artifact = found.artifact
-    # Whether one kernel on a GPU is faster depends on sizes: operators say which gradients it is to make.
-    if artifact is None or not artifact.printed or artifact.generated:
-        return None
-    given: list[Any] = [pool[place] for place in found.read]
-    own = call.indices
-    extents = [tuple([own[place] for place in places]) for places in found.indices]
-    outputs: list[tuple[int, ...]] = []
-    for at in found.written:
-        tensor = pool[at]
-        outputs.append(tuple(shapes[at] if tensor is None else tensor.shape))  # type: ignore[index]
-    made = artifact.run(given, extents, outputs, None)
-    if made is None:
-        return None
-    result: list[Tensor | None] = [None] * len(needs)
-    for at, gradient in zip(found.written, made, strict=True):
-        result[at] = gradient
-    return result
+def _graph(spec: Spec, needs: tuple[bool, ...]) -> tuple[StatementGraph, tuple[int, ...]]:
+    """Return the derivative programs of the tensors that need a gradient, and the positions of these tensors."""
+    values, names = spec.layout.value_tensors, spec.layout.tensors
+    read = tuple(at for at, need in enumerate(needs) if need and names[at] in values and derived_of(spec, at))
+    steps = [Step(d.spec, d.places, n, 0, d.indices) for n, at in enumerate(read) for d in derived_of(spec, at)]
+    found = spec.together[needs] = StatementGraph(steps), read
+    return found
 
 
 def gradients(
@@ -205,20 +158,13 @@ def gradients(
         share: the shares of terms, where they do not all count.
         run: runs one derivative program, which adds to what those before it made; by default where nothing is recorded.
     """
-    spec = call.spec
-    values, names, pool = spec.layout.value_tensors, spec.layout.tensors, (*tensors, grad, share)
-    if run is run_plain and grad.is_cpu and (together := _together(call, pool, shapes, needs)) is not None:
-        return together
-    found: list[Tensor | None] = []
-    for position, need in enumerate(needs):
-        total: Tensor | None = None
-        if need and names[position] in values:
-            tensor = tensors[position]
-            shape = shapes[position] if tensor is None else tensor.shape  # type: ignore[index]
-            # Written out: every backward pass comes here.
-            for derived in spec.derived.get(position) or _derived(spec, position):
-                given: list[Any] = list(map(pool.__getitem__, derived.places))
-                indices = tuple(map(call.indices.__getitem__, derived.indices))
-                total = run(derived.spec, given, total, Extents(indices, shape))
-        found.append(total)
+    key = tuple(needs)
+    graph, positions = call.spec.together.get(key) or _graph(call.spec, key)
+    found: list[Tensor | None] = [None] * len(needs)
+    outputs: list[tuple[int, ...]] = []
+    for at in positions:
+        tensor = tensors[at]
+        outputs.append(shapes[at] if tensor is None else tensor.shape)  # type: ignore[index]
+    for at, made in zip(positions, graph.run((*tensors, grad, share), (call.indices,), outputs, run), strict=True):
+        found[at] = made
     return found

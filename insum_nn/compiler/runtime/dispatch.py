@@ -78,7 +78,7 @@ class Spec:
     programs: dict[Key, Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
     calls: dict[CallKind, Artifact] = field(default_factory=dict, init=False, repr=False, compare=False)
     derived: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    together: dict[Key, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    together: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     kept: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
@@ -280,7 +280,8 @@ def run_plain(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, ext
         initial: the initial value, which may be of the output's last axes alone.
         extents: the call's sizes.
     """
-    printed = spec.calls.get(call_kind(tensors)) if spec.calls else None
+    # `call_kind`, written out: every backward pass comes here several times.
+    printed = spec.calls.get((tensors[0].is_cuda, *map(dtype_of, tensors))) if spec.calls else None
     made = None if printed is None else printed.run(tensors, (extents.indices,), (extents.output,), initial)
     return _looked_at(spec, tensors, initial, extents, printed) if made is None else made[0]
 

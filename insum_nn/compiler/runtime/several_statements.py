@@ -18,6 +18,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.modes import under_autocast
 from insum_nn.compiler.runtime.program import Program
+from insum_nn.compiler.runtime.program_graph import ProgramGraph
 from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.tracing.traced import call_operator, constant, option_values, options_of
 from insum_nn.dtypes import is_widened
@@ -28,8 +29,8 @@ from insum_nn.tensor_cache import insert
 __all__ = ["StatementsProgram", "run_statements"]
 
 Shapes = Mapping[str, Sequence[int | None]]
-# Shapes and extents, as far as all that is passed shows them.
-Known = tuple[dict[str, tuple[int | None, ...]], dict[str, int]]
+# Shapes and extents, as far as all that is passed shows them; and the sizes of a call of all statements together.
+Known = tuple[dict[str, tuple[int, ...]], dict[str, int], Any]
 NO_SHAPES: Shapes = {}
 # Calls of different sizes of which a program remembers these.
 _LIMIT = 64
@@ -106,6 +107,8 @@ class StatementsProgram:
         statements = [*text.statements, *(program.statement for program in self.programs)]
         accesses = [access for s in statements for outer in (s.output, *s.reads) for access in (outer, *outer.nested())]
         self._known: dict[object, Known] = {}
+        specs = [program.spec for program in self.programs]
+        self._graph = ProgramGraph(text.inputs, specs, text.results) if len(specs) > 1 else None
         self._plan = _Plan(
             self.expression.replace("\n", "; "),
             text.inputs,
@@ -148,7 +151,7 @@ class StatementsProgram:
         """
         if sizes is not None or out_shape is not None or tensors is not None:
             check_kinds(sizes=sizes, shapes=out_shape, tensors=tensors)
-        programs = None if torch.compiler.is_dynamo_compiling() else self.programs
+        programs = None if torch.compiler.is_dynamo_compiling() else self
         shapes = {**self._out_shape, **(out_shape or NO_SHAPES)}
         extents = {**self._sizes, **(sizes or {})}
         return _run(self._plan, programs, {**(tensors or {}), **named}, extents, shapes, self._known)
@@ -191,7 +194,7 @@ def _traced_plan(expression: str, options: Sequence[Any]) -> tuple[Any, ...]:
 
 def _run(
     plan: Sequence[Any],
-    programs: Sequence[Program] | None,
+    programs: StatementsProgram | None,
     found: dict[str, Tensor],
     sizes: Mapping[str, int],
     declared: Shapes,
@@ -223,10 +226,16 @@ def _run(
     key = (*shapes.items(), *sizes.items())
     inferred = None if symbolic else seen.get(key)
     if inferred is None:
-        inferred = _inferred(expression, axes, written, shapes, sizes)
+        known, extents = _inferred(expression, axes, written, shapes, sizes)
+        graph = None if programs is None or symbolic else programs._graph
+        inferred = known, extents, None if graph is None else graph.call_at(axes, known, extents)
         if not symbolic:
             insert(seen, key, inferred, _LIMIT)
-    known, extents = inferred
+    known, extents, together = inferred
+    made = None if together is None else together.graph.run(together, found)
+    if made is not None:
+        found.update(zip(results, made, strict=True))
+        steps = steps[:0]
     for number, (name, read, indices, hidden, counts, text) in enumerate(steps):
         given = {each: found[each].detach() if inert else found[each] for each, inert in read}
         if name in found:
@@ -235,7 +244,7 @@ def _run(
         if programs is None:
             found[name] = call_operator(text, given, own, known[name])
         else:
-            found[name] = programs[number](sizes=own or None, out_shape=known[name], tensors=given)
+            found[name] = programs.programs[number](sizes=own or None, out_shape=known[name], tensors=given)
         if counts and floats:
             found[name] = found[name].to(torch.float32 if widened else next(iter(floats)))
     returned = [found[name].to(widened[0]) if widened else found[name] for name in results]
@@ -248,7 +257,7 @@ def _inferred(
     written: Sequence[str],
     given: Mapping[str, Sequence[int | None]],
     sizes: Mapping[str, int],
-) -> Known:
+) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
     """Find shapes and extents, by indices and by entries that address axes of several tensors."""
     for name in given:
         if name not in written and all(name != each for each, _ in accesses):
@@ -292,7 +301,7 @@ def _inferred(
                 fix=f"pass out_shape={{'{name}': ({wanted},)}}.",
                 tensor=name,
             )
-    return {name: tuple(shape) for name, shape in shapes.items()}, extents
+    return {name: tuple(shape) for name, shape in shapes.items()}, extents  # type: ignore[misc]
 
 
 def _step(program: Program) -> tuple[Any, ...]:

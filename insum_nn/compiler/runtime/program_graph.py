@@ -1,0 +1,204 @@
+"""Programs of several statements as one call: one graph, one function that autograd records, one graph of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+
+from insum_nn.compiler.kernels.background import cold
+from insum_nn.compiler.lang.printed import Sizes
+from insum_nn.compiler.runtime.autograd import apply
+from insum_nn.compiler.runtime.backward import derived_of
+from insum_nn.compiler.runtime.batched_gradients import each_vector
+from insum_nn.compiler.runtime.dispatch import Spec, parse_cached, run_plain
+from insum_nn.compiler.runtime.modes import followed_by, is_plain, is_plain_eager, plain_apply
+from insum_nn.compiler.runtime.statement_graph import StatementGraph, Step
+from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
+from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
+from insum_nn.compiler.runtime.steps.watch import watch
+from insum_nn.tensor_cache import same_views
+
+__all__ = ["ProgramGraph"]
+
+# An access: a name, and for each axis the index or the entry that has its extent.
+Axes = tuple[str, tuple[str | None, ...]]
+
+_numbers = count()
+
+
+class _Gradients(NamedTuple):
+    """The graph of a program's gradients, which reads tensors, what statements wrote, and gradients of results.
+
+    Attributes:
+        graph: the graph.
+        places: what each output is the gradient of, as `Step.places` says.
+        read: the outputs of the program that it reads.
+    """
+
+    graph: StatementGraph
+    places: tuple[int, ...]
+    read: tuple[int, ...]
+
+
+class _Call(NamedTuple):
+    graph: ProgramGraph
+    sizes: Sequence[Sizes]
+    shapes: Sequence[Sizes]
+
+
+class ProgramGraph:
+    """The statements of a program, to be run and differentiated as one call.
+
+    Args:
+        inputs: names of the tensors that are passed.
+        specs: the statements, in order.
+        results: names of those that are returned.
+
+    Attributes:
+        forward: the graph of the statements.
+    """
+
+    def __init__(self, inputs: Sequence[str], specs: Sequence[Spec], results: Sequence[str]) -> None:
+        self.inputs, self.number = tuple(inputs), next(_numbers)
+        self.written = tuple(dict.fromkeys(spec.statement.output.name for spec in specs))
+        self.results = tuple(map(self.written.index, results))
+        self.indexed = tuple(dict.fromkeys(name for spec in specs for name in spec.statement.index_tensors()))
+        place = {name: n for n, name in enumerate(inputs)} | {name: -1 - n for n, name in enumerate(self.written)}
+        self.steps = tuple(
+            Step(
+                spec,
+                tuple(place[name] for name in spec.layout.tensors),
+                -1 - place[spec.statement.output.name],
+                number,
+                tuple(range(len(spec.layout.indices))),
+            )
+            for number, spec in enumerate(specs)
+        )
+        self.forward = StatementGraph(self.steps)
+        # Statements that read no values, but count, have torch's default dtype.
+        self.counts = any(not spec.layout.value_tensors for spec in specs)
+        self._gradients: dict[tuple[bool, ...], _Gradients | None] = {}
+
+    def call_at(self, axes: Sequence[Axes], shapes: Mapping[str, Sizes], extents: Mapping[str, int]) -> _Call | None:
+        """Return the sizes of a call; `None`: those that are given do not agree, or do not show some extent."""
+        for name, own in axes:
+            for index, extent in zip(own, shapes[name], strict=True):
+                if index is not None and "[" not in index and extents.get(index) != extent:
+                    return None
+        sizes = [tuple(map(extents.get, step.spec.layout.indices)) for step in self.steps]
+        if any(None in each for each in sizes):
+            return None
+        return _Call(self, sizes, [shapes[name] for name in self.written])  # type: ignore[arg-type]
+
+    def run(self, call: _Call, named: dict[str, Tensor]) -> tuple[Tensor, ...] | None:
+        """Return the results; `None`: something else than autograd follows, or a value is passed that starts a sum."""
+        if len(named) != len(self.inputs) or watch.calls is not None:
+            return None
+        if torch._C._is_any_autocast_enabled() or torch._C._is_tracing():
+            return None
+        if self.counts and any(t.is_floating_point() and t.dtype != torch.get_default_dtype() for t in named.values()):
+            return None
+        tensors = [*map(same_views(named, self.indexed).__getitem__, self.inputs)]
+        if not all(map(is_plain, tensors)):
+            return None
+        followed = followed_by(tensors, None)
+        if followed is None:
+            made = self.forward.run(tensors, call.sizes, call.shapes)
+            return tuple(map(made.__getitem__, self.results))
+        if followed == "mode" or self.gradients(tuple([t.requires_grad for t in tensors])) is None:
+            return None
+        return _record(call, *tensors)  # type: ignore[no-any-return]
+
+    def gradients(self, needs: tuple[bool, ...]) -> _Gradients | None:
+        """Return the graph of the gradients of some tensors; `None`: it is not made of statements."""
+        if needs not in self._gradients:
+            self._gradients[needs] = self._differentiated(needs)
+        return self._gradients[needs]
+
+    def _differentiated(self, needs: Sequence[bool]) -> _Gradients | None:
+        learned = {at for at, need in enumerate(needs) if need}
+        recorded: list[tuple[Step, list[int]]] = []
+        for step in self.steps:
+            layout = step.spec.layout
+            values = [n for n, name in enumerate(layout.tensors) if name in layout.value_tensors]
+            own = [n for n in values if step.places[n] in learned and derived_of(step.spec, n)]
+            if own and not step.spec.adds:
+                return None
+            recorded.append((step, own))
+            learned |= {-1 - step.output} if own else set()
+        inputs, written = len(self.inputs), len(self.written)
+        outputs: dict[int, int] = {}
+        steps: list[Step] = []
+        begun: set[int] = set()
+        for step, own in reversed(recorded):
+            place = -1 - step.output
+            seed = inputs + written + self.results.index(step.output) if step.output in self.results else None
+            if place in outputs:
+                if seed is not None and place not in begun:
+                    # What the caller does with a result, besides what later statements do.
+                    rank = len(step.spec.layout.output_plain)
+                    axes = f"[{','.join(f'i{n}' for n in range(rank))}]" if rank else ""
+                    copy = step.spec.with_statement(parse_cached(f"Y{axes} += X{axes}"), drop_outside=True)
+                    source = len(self.steps) + step.output
+                    steps.append(Step(copy, (seed,), outputs[place], source, tuple(range(rank))))
+                begun.add(place)
+                seed = -1 - outputs[place]
+            if seed is None:
+                continue
+            given = [at if at >= 0 else inputs - 1 - at for at in step.places] + [seed]
+            for n in own:
+                output = outputs.setdefault(step.places[n], len(outputs))
+                for derived in derived_of(step.spec, n):
+                    places = tuple(given[at] for at in derived.places)
+                    steps.append(Step(derived.spec, places, output, step.source, derived.indices))
+        read = {at - inputs for each in steps for at in each.places if inputs <= at < inputs + written}
+        return _Gradients(StatementGraph(steps), tuple(outputs), tuple(sorted(read)))
+
+
+class _Recorded(torch.autograd.Function):
+    """A call of a program on plain tensors."""
+
+    first_operand = 1
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        graph = call.graph
+        cold.call = _Recorded, ctx, call, *tensors
+        try:
+            made = graph.forward.run(tensors, call.sizes, call.shapes)
+        finally:
+            cold.call = None
+        found = graph.gradients(tuple(ctx.needs_input_grad[1:]))
+        assert found is not None
+        ctx.call = call
+        ctx.save_for_backward(*tensors, *[t if n in found.read else None for n, t in enumerate(made)])
+        results = tuple(map(made.__getitem__, graph.results))
+        if cold.due:
+            rehearse_gradients(_Recorded, ctx, *results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if any(is_legacy_batchedtensor(grad) or grad.is_neg() for grad in grads):
+            return each_vector(_Recorded.backward, ctx, grads)
+        graph, sizes, shapes = ctx.call
+        pool, needs, run = [*ctx.saved_tensors], ctx.needs_input_grad[1:], run_plain
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or not is_plain_eager(*grads):
+            # What statements wrote depends on the tensors, of which the gradients are differentiated in turn.
+            run = apply
+            pool[len(needs) :] = graph.forward.run(pool[: len(needs)], sizes, shapes, apply)
+        else:
+            needs = needed_gradients(ctx, 1, len(needs), graph.number)
+        found = graph.gradients(tuple(needs))
+        written = [pool[at].shape if at >= 0 else shapes[-1 - at] for at in found.places]
+        made = found.graph.run([*pool, *grads], (*sizes, *shapes), written, run)
+        gradients = dict(zip(found.places, made, strict=True))
+        return None, *map(gradients.get, range(len(needs)))
+
+
+_record = plain_apply(_Recorded)

@@ -1,0 +1,93 @@
+"""Statements in order, of which later ones read what earlier ones write: gradients of a call, programs, theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.lang.bind import Extents
+from insum_nn.compiler.lang.printed import Sizes
+from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.runtime.dispatch import Spec, dtype_of, run_plain
+
+__all__ = ["StatementGraph", "Step"]
+
+
+class Step(NamedTuple):
+    """One of the statements.
+
+    Attributes:
+        spec: the statement.
+        places: of its tensors among those of a call; -1 - n: what is written as output n.
+        output: the number of the output that it adds to.
+        source: which of the lists of extents of a call has its own.
+        indices: the positions of its extents there.
+    """
+
+    spec: Spec
+    places: tuple[int, ...]
+    output: int
+    source: int
+    indices: tuple[int, ...]
+
+
+class StatementGraph:
+    """Runs steps in order: on a CPU by one C function where there is one, else one after the other.
+
+    Args:
+        steps: the statements.
+    """
+
+    __slots__ = ("_artifacts", "_read", "_steps")
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = tuple(steps)
+        self._read = tuple(dict.fromkeys(at for step in steps for at in step.places if at >= 0))
+        self._artifacts: dict[tuple[torch.dtype, ...], Artifact] = {}
+
+    def run(
+        self,
+        pool: Sequence[Tensor | None],
+        extents: Sequence[Sizes],
+        shapes: Sequence[Sizes],
+        run: Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor] = run_plain,
+    ) -> Sequence[Tensor]:
+        """Return the outputs.
+
+        Args:
+            pool: the tensors of a call; those that no step reads may be `None`.
+            extents: the lists of extents that steps name.
+            shapes: of the outputs.
+            run: runs one step, which adds to what those before it made; by default where nothing is recorded.
+        """
+        # Loops and `map`: every backward pass comes here.
+        sizes: list[Sizes] = []
+        for step in self._steps:
+            sizes.append(tuple(map(extents[step.source].__getitem__, step.indices)))
+        if run is run_plain and len(sizes) > 1:
+            given: list[Any] = list(map(pool.__getitem__, self._read))
+            # Whether one kernel of several statements is faster depends on sizes: operators say where it is made.
+            if given[0].is_cpu and not (artifact := self._artifact(given)).generated:
+                found = artifact.run(given, sizes, shapes, None)
+                if found is not None:
+                    return found
+        # Output n is at -1 - n.
+        tensors: list[Any] = [*pool, *[None] * len(shapes)]
+        for step, own in zip(self._steps, sizes, strict=True):
+            given = list(map(tensors.__getitem__, step.places))
+            at = -1 - step.output
+            tensors[at] = run(step.spec, given, tensors[at], Extents(own, shapes[step.output]))
+        return tensors[: -1 - len(shapes) : -1]
+
+    def _artifact(self, given: Sequence[Tensor]) -> Artifact:
+        kind = tuple(map(dtype_of, given))
+        found = self._artifacts.get(kind)
+        if found is None:
+            slot = {place: n for n, place in enumerate(self._read)}
+            places = [tuple(slot.get(at, at) for at in step.places) for step in self._steps]
+            specs, outputs = [step.spec for step in self._steps], [step.output for step in self._steps]
+            found = self._artifacts[kind] = Artifact(specs, places, outputs, given)
+        return found
