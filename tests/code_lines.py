@@ -30,7 +30,7 @@ BUDGETS: dict[str, Budget] = {
     "layers": Budget(4817, 4800),
     "formats": Budget(2082, 2100),
     "structure": Budget(2636, 2700),
-    "datasets": Budget(1064, 900),
+    "datasets": Budget(1034, 900),
     "models": Budget(672, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(834, 800),
