@@ -33,7 +33,7 @@ BUDGETS: dict[str, Budget] = {
     "datasets": Budget(1034, 900),
     "models": Budget(672, 700),
     "schedules": Budget(2, 2),
-    "testing": Budget(834, 800),
+    "testing": Budget(816, 800),
     PACKAGE: Budget(34700, 27500),
 }
 

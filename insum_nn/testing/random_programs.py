@@ -11,6 +11,7 @@ on every machine.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -191,8 +192,8 @@ class _Draft:
 
     def fits(self) -> bool:
         """Whether the loop nest and every tensor are small enough."""
-        elements = [_product(tensor.shape) for tensor in self.tensors.values()] + [_product(self.out_extents)]
-        points = _product([self.extents[name] for name in self.used])
+        elements = [math.prod(tensor.shape) for tensor in self.tensors.values()] + [math.prod(self.out_extents)]
+        points = math.prod([self.extents[name] for name in self.used])
         return points <= _POINTS[self.profile] and max(elements) <= _ELEMENTS[self.profile]
 
     def _extent(self) -> int:
@@ -391,13 +392,6 @@ def _affine(terms: Sequence[_Scaled], offset: int) -> _Term:
     return _Term(text + "".join(f" {'-' if minus else '+'} {part}" for minus, part in parts[1:]), low, high)
 
 
-def _product(numbers: Sequence[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
-
-
 def _materialise(draft: _Draft, seed: int) -> RandomProgram:
     """Give values, dtypes and memory layouts to the tensors of a draft."""
     rng = draft.rng
@@ -446,7 +440,7 @@ def _negated(program: RandomProgram) -> RandomProgram:
 def _entries(shape: Sequence[int], bound: int, rng: random.Random, generator: torch.Generator) -> Tensor:
     """Entries of an index tensor: drawn freely, ascending or without repetition; some hold -1."""
     dtype = rng.choice((torch.int32, torch.int64))
-    count = _product(shape)
+    count = math.prod(shape)
     style = rng.choice(("free", "free", "sorted", "unique"))
     if bound == 0:
         flat = torch.full((count,), -1)
