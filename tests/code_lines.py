@@ -28,7 +28,7 @@ BUDGETS: dict[str, Budget] = {
     "compiler": Budget(19029, 13000),
     "ops": Budget(2735, 1800),
     "layers": Budget(4810, 4800),
-    "formats": Budget(2082, 2100),
+    "formats": Budget(2046, 2100),
     "structure": Budget(2636, 2700),
     "datasets": Budget(1034, 900),
     "models": Budget(672, 700),

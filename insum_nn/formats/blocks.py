@@ -213,18 +213,9 @@ class BlockFormat(SparseFormat):
             return None
         # A block that is not on the grid at all is the fault of its index.
         on_grid = (row < self.grid_shape[0]) & (self.col < self.grid_shape[1])
-        found = checks.first_true(outside & on_grid[..., None, None] & (self.values != 0))
-        if found is None:
-            return None
-        position, count = found
-        return checks.Fault(
-            "values",
-            "law",
-            f"0 beyond the edge of shape {self.shape}",
-            f"{self.values[position].item()} at {checks.at_position(position)} ({checks.count_of(count, self.values)})",
-            "rebuild it with from_blocks, which cuts the edge blocks.",
-            position,
-        )
+        stray = outside & on_grid[..., None, None] & (self.values != 0)
+        fix = "rebuild it with from_blocks, which cuts the edge blocks."
+        return checks.entry_fault("values", self.values, stray, f"0 beyond the edge of shape {self.shape}", fix)
 
 
 def _overhang(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Tensor | None:
