@@ -46,9 +46,7 @@ TOLERANCES: Mapping[tuple[torch.dtype, Kind], Tolerance] = MappingProxyType(
         (torch.float16, "gradient"): Tolerance(3e-3, "reads a rounded value beside what the sum itself rounds"),
         (torch.float16, "second"): Tolerance(5e-3, "reads rounded gradients"),
         (torch.bfloat16, "product"): Tolerance(1.2e-2, "up to three factors; a store in bfloat16 rounds by 3.9e-3"),
-        (torch.bfloat16, "sum"): Tolerance(
-            1.2e-2, "summed in float32; a product's and the sum's store round by 3.9e-3"
-        ),
+        (torch.bfloat16, "sum"): Tolerance(1.2e-2, "summed in float32; stores of products and sum round by 3.9e-3"),
         (torch.bfloat16, "gradient"): Tolerance(2e-2, "reads a rounded value beside what the sum itself rounds"),
         (torch.bfloat16, "second"): Tolerance(4e-2, "reads rounded gradients"),
     }
