@@ -26,15 +26,15 @@ class Budget(NamedTuple):
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
     "compiler": Budget(19029, 13000),
-    "ops": Budget(2772, 1800),
-    "layers": Budget(4817, 4800),
-    "formats": Budget(2151, 2100),
+    "ops": Budget(2729, 1800),
+    "layers": Budget(4807, 4800),
+    "formats": Budget(2046, 2100),
     "structure": Budget(2636, 2700),
-    "datasets": Budget(1064, 900),
+    "datasets": Budget(1034, 900),
     "models": Budget(672, 700),
     "schedules": Budget(2, 2),
-    "testing": Budget(834, 800),
-    PACKAGE: Budget(34700, 27500),
+    "testing": Budget(798, 800),
+    PACKAGE: Budget(34476, 27500),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError, import_extra
 
 __all__ = ["AtomBatch", "AtomStatistics", "Configuration", "collate", "read_extended_xyz", "statistics"]
+
+
+T = TypeVar("T")
 
 
 def _ase(module: str) -> Any:
@@ -58,15 +61,15 @@ class Configuration:
         energy = results.get(energy_key, atoms.info.get(energy_key))
         forces = results.get(forces_key, atoms.arrays.get(forces_key))
         stress = results.get(stress_key, atoms.info.get(stress_key))
-        periodic = tuple(bool(p) for p in atoms.pbc)
+        a, b, c = map(bool, atoms.pbc)
         return cls(
-            torch.from_numpy(np.array(atoms.positions, np.float64)),
+            _float64(atoms.positions),
             torch.from_numpy(np.array(atoms.numbers, np.int64)),
-            torch.from_numpy(np.array(atoms.cell.array, np.float64)) if any(periodic) else None,
-            (periodic[0], periodic[1], periodic[2]),
+            _float64(atoms.cell.array) if a or b or c else None,
+            (a, b, c),
             None if energy is None else float(energy),
-            None if forces is None else torch.from_numpy(np.array(forces, np.float64)),
-            None if stress is None else torch.from_numpy(_full_stress(np.array(stress, np.float64))),
+            None if forces is None else _float64(forces),
+            None if stress is None else _float64(_full_stress(np.array(stress, np.float64))),
         )
 
     @property
@@ -94,13 +97,16 @@ class Configuration:
         """
         if cutoff in self._edges:
             return self._edges[cutoff]
-        find = _ase("ase.neighborlist").neighbor_list
-        receivers, senders, images = find("ijS", self.to_ase(), cutoff)
-        shifts = torch.from_numpy(np.asarray(images, np.float64))
-        offsets = shifts @ self.cell.double() if self.cell is not None else torch.zeros_like(shifts)
-        found = torch.from_numpy(receivers.astype(np.int64)), torch.from_numpy(senders.astype(np.int64)), offsets
-        self._edges[cutoff] = found
-        return found
+        atoms = self.to_ase()
+        *ends, images = _ase("ase.neighborlist").neighbor_list("ijS", atoms, cutoff)
+        receivers, senders = (torch.from_numpy(end.astype(np.int64)) for end in ends)
+        self._edges[cutoff] = receivers, senders, _float64(images @ atoms.cell.array)
+        return self._edges[cutoff]
+
+
+def _float64(numbers: Any) -> Tensor:
+    """Return a copy of numbers as a tensor."""
+    return torch.from_numpy(np.array(numbers, np.float64))
 
 
 def _full_stress(stress: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -159,15 +165,7 @@ class AtomBatch:
     @property
     def model_inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
         """What a potential takes, in its order."""
-        return (
-            self.positions,
-            self.species,
-            self.receivers,
-            self.senders,
-            self.offsets,
-            self.batch,
-            self.num_graphs,
-        )
+        return self.positions, self.species, self.receivers, self.senders, self.offsets, self.batch, self.num_graphs
 
 
 def collate(
@@ -194,28 +192,33 @@ def collate(
     """
     if not configurations:
         raise InsumShapeError("there are no configurations to put together", fix="pass at least one.")
-    found = [c.edges(cutoff) for c in configurations]
-    sizes = [c.species.numel() for c in configurations]
-    starts = [sum(sizes[:n]) for n in range(len(sizes))]
-    energies = [c.energy for c in configurations if c.energy is not None]
-    forces = [c.forces for c in configurations if c.forces is not None]
-    stresses = [c.stress for c in configurations if c.stress is not None]
-    complete = len(configurations)
-    if atom_energies is not None and len(energies) == complete:
+    edges = [c.edges(cutoff) for c in configurations]
+    receivers, senders, offsets = (torch.cat(parts) for parts in zip(*edges, strict=True))
+    sizes = torch.tensor([c.species.numel() for c in configurations])
+    first = (sizes.cumsum(0) - sizes).repeat_interleave(torch.tensor([ends.numel() for ends, *_ in edges]))
+    energies = _if_all([c.energy for c in configurations])
+    forces, stresses = _if_all([c.forces for c in configurations]), _if_all([c.stress for c in configurations])
+    if atom_energies is not None and energies is not None:
         energies = [e - _lone_energy(c, atom_energies) for e, c in zip(energies, configurations, strict=True)]
     return AtomBatch(
         torch.cat([c.positions for c in configurations]),
         torch.cat([c.species for c in configurations]),
-        torch.cat([edges[0] + start for edges, start in zip(found, starts, strict=True)]),
-        torch.cat([edges[1] + start for edges, start in zip(found, starts, strict=True)]),
-        torch.cat([edges[2] for edges in found]),
-        torch.arange(complete).repeat_interleave(torch.tensor(sizes)),
-        torch.tensor(energies, dtype=torch.float64) if len(energies) == complete else None,
-        torch.cat(forces) if len(forces) == complete else None,
-        complete,
+        receivers + first,
+        senders + first,
+        offsets,
+        torch.arange(len(sizes)).repeat_interleave(sizes),
+        None if energies is None else torch.tensor(energies, dtype=torch.float64),
+        None if forces is None else torch.cat(forces),
+        len(sizes),
         torch.tensor([c.volume for c in configurations], dtype=torch.float64),
-        torch.stack(stresses) if len(stresses) == complete else None,
+        None if stresses is None else torch.stack(stresses),
     )
+
+
+def _if_all(values: Sequence[T | None]) -> list[T] | None:
+    """Return values, if none is missing."""
+    found = [value for value in values if value is not None]
+    return found if len(found) == len(values) else None
 
 
 def _lone_energy(configuration: Configuration, atom_energies: Mapping[int, float]) -> float:

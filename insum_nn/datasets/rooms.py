@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from insum_nn.errors import InsumFormatError, InsumShapeError, import_extra
+from insum_nn.errors import InsumFormatError, InsumShapeError, import_extra, plural
 
 __all__ = [
     "CLASSES",
@@ -26,43 +26,28 @@ __all__ = [
     "write_ply",
 ]
 
-CLASSES: tuple[str, ...] = (
-    "ceiling",
-    "floor",
-    "wall",
-    "beam",
-    "column",
-    "window",
-    "door",
-    "table",
-    "chair",
-    "sofa",
-    "bookcase",
-    "board",
-    "clutter",
-)
+_SHOWN = {
+    "ceiling": (144, 202, 240),
+    "floor": (193, 154, 107),
+    "wall": (214, 214, 205),
+    "beam": (160, 82, 45),
+    "column": (112, 128, 144),
+    "window": (64, 196, 196),
+    "door": (230, 120, 50),
+    "table": (120, 94, 240),
+    "chair": (220, 38, 127),
+    "sofa": (140, 20, 60),
+    "bookcase": (34, 139, 34),
+    "board": (40, 40, 40),
+    "clutter": (255, 193, 7),
+}
+
+CLASSES: tuple[str, ...] = tuple(_SHOWN)
 """The 13 classes of S3DIS; a label is a place in this list."""
 
 UNLABELLED = -1
 
-PALETTE: NDArray[np.uint8] = np.array(
-    [
-        [144, 202, 240],
-        [193, 154, 107],
-        [214, 214, 205],
-        [160, 82, 45],
-        [112, 128, 144],
-        [64, 196, 196],
-        [230, 120, 50],
-        [120, 94, 240],
-        [220, 38, 127],
-        [140, 20, 60],
-        [34, 139, 34],
-        [40, 40, 40],
-        [255, 193, 7],
-    ],
-    dtype=np.uint8,
-)
+PALETTE: NDArray[np.uint8] = np.array([*_SHOWN.values()], np.uint8)
 """(13, 3): a colour for each class."""
 
 
@@ -131,8 +116,8 @@ def read_points(path: str | Path, *, broken: str = "raise") -> tuple[NDArray[np.
     return rows[:, :3], rows[:, 3:].astype(np.uint8)
 
 
-def _error(path: Path, what: str, *details: str, fix: str = "correct the file.") -> InsumFormatError:
-    return InsumFormatError(f"{path}{what}", details=details, fix=fix, file=str(path))
+def _error(path: Path, what: str, *details: str, fix: str = "correct the file.", **fields: Any) -> InsumFormatError:
+    return InsumFormatError(f"{path}{what}", details=details, fix=fix, file=str(path), **fields)
 
 
 def _check_broken(broken: str) -> None:
@@ -157,27 +142,20 @@ def _line_by_line(path: Path, text: bytes, broken: str) -> NDArray[np.float64]:
             row = [float(part) for part in parts]
         except ValueError:
             row = []
-        if len(row) == 6 and bool(_are_points(np.array([row]))[0]):
+        if len(row) == 6 and _are_points(np.array([row])).all():
             rows.append(row)
         else:
             bad.append((number, line.decode("latin-1").strip()))
     if bad:
         number, line = bad[0]
-        where = f"{path}, line {number}: {line!r} is no point"
+        what, lines = f", line {number}: {line!r} is no point", tuple(n for n, _ in bad)
         if broken == "raise":
-            raise InsumFormatError(
-                where,
-                details=[
-                    "expected six numbers x y z r g b, colours from 0 to 255",
-                    f"{len(bad)} broken line{'s' * (len(bad) != 1)} in this file: "
-                    f"{', '.join(str(n) for n, _ in bad[:10])}{', ..' * (len(bad) > 10)}",
-                ],
-                fix="correct the line, or pass broken='skip'.",
-                file=str(path),
-                line=number,
-                lines=tuple(n for n, _ in bad),
-            )
-        warnings.warn(f"{where}; {len(bad)} such lines are left out", stacklevel=3)
+            expected = "expected six numbers x y z r g b, colours from 0 to 255"
+            shown = f"{', '.join(map(str, lines[:10]))}{', ..' * (len(bad) > 10)}"
+            several = f"{plural(len(bad), 'broken line')} in this file: {shown}"
+            fix = "correct the line, or pass broken='skip'."
+            raise _error(path, what, expected, several, fix=fix, line=number, lines=lines)
+        warnings.warn(f"{path}{what}; {len(bad)} such lines are left out", stacklevel=3)
     return np.array(rows, dtype=np.float64).reshape(-1, 6)
 
 

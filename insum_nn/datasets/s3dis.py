@@ -47,17 +47,15 @@ def read_room(path: str | Path, *, broken: Literal["raise", "skip"] = "raise") -
         MissingExtraError: the package that reads a point file is not installed.
     """
     path = Path(path)
+    alone = path.is_file()
+    if alone and is_point_file(path):
+        return read_point_file(path, broken=broken)
+    files = [path] if alone else _room_files(path)
+    labels = [UNLABELLED if alone else _label_of(file) for file in files]
+    points, colors = zip(*(read_points(file, broken=broken) for file in files), strict=True)
     name = f"{path.parent.name}/{path.name}" if path.parent.name.startswith("Area_") else path.stem
-    if path.is_file():
-        if is_point_file(path):
-            return read_point_file(path, broken=broken)
-        points, colors = read_points(path, broken=broken)
-        return Room(name, in_float32(path, points), colors, np.full(len(points), UNLABELLED, np.int64))
-    files = _room_files(path)
-    parts = [(*read_points(file, broken=broken), _label_of(file)) for file in files]
-    labels = [np.full(len(points), label, np.int64) for points, _, label in parts]
-    points, colors, _ = zip(*parts, strict=True)
-    return Room(name, in_float32(path, np.concatenate(points)), np.concatenate(colors), np.concatenate(labels))
+    whole, counts = in_float32(path, np.concatenate(points)), [len(part) for part in points]
+    return Room(name, whole, np.concatenate(colors), np.repeat(np.array(labels, np.int64), counts))
 
 
 def _room_files(folder: Path) -> list[Path]:

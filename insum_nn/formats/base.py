@@ -344,16 +344,10 @@ class SparseFormat(Verifiable):
         dtype, device = parts[0].tensor.dtype, self.values.device
         for part in parts:
             got = part.tensor.dtype
-            if got not in INDEX_DTYPES:
-                fix = f"pass {part.field}.long()."
-                faults.append(Fault(part.field, "dtype", "int32 or int64", _short(got), fix))
-            elif got != dtype and dtype in INDEX_DTYPES:
+            if got != dtype and got in INDEX_DTYPES and dtype in INDEX_DTYPES:
                 expected = f"{_short(dtype)} as in {parts[0].field}"
                 faults.append(Fault(part.field, "dtype", expected, _short(got), "give all index tensors one dtype."))
-            if part.tensor.device != device:
-                fix = "move every tensor to one device."
-                expected = f"device {device} of values"
-                faults.append(Fault(part.field, "device", expected, str(part.tensor.device), fix))
+            faults += checks.kind_faults(part.field, part.tensor, device)
         if len(self.index_facts) not in (0, len(parts)):
             expected = f"{len(parts)} IndexFacts, or () for unknown"
             got = f"{len(self.index_facts)}"

@@ -9,12 +9,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, convert
 from insum_nn.formats import blocks as shared
 from insum_nn.formats.base import SparseFormat
 from insum_nn.formats.blocks import BlockFormat
 from insum_nn.formats.convert import Blocks
+from insum_nn.formats.coo import entry_facts
 
 __all__ = ["BlockCOO"]
 
@@ -75,7 +75,7 @@ class BlockCOO(BlockFormat):
         2
         """
         found = shared.blocks_from_dense(dense, block_shape, mask)
-        return cls._build(*found, index_dtype)
+        return cls._of(*found, index_dtype)
 
     @classmethod
     def from_blocks(
@@ -112,7 +112,7 @@ class BlockCOO(BlockFormat):
         [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
         """
         owner = f"{cls.__name__}.from_blocks"
-        return cls._build(*shared.blocks_from_caller(row, col, values, shape, owner, coalesce=coalesce), index_dtype)
+        return cls._of(*shared.blocks_from_caller(row, col, values, shape, owner, coalesce=coalesce), index_dtype)
 
     @classmethod
     def from_coo(
@@ -146,38 +146,13 @@ class BlockCOO(BlockFormat):
         [0, 1]
         """
         found = shared.blocks_from_entries(indices, values, shape, block_shape, f"{cls.__name__}.from_coo")
-        return cls._build(*found, index_dtype)
+        return cls._of(*found, index_dtype)
 
     @classmethod
-    def from_torch(
-        cls,
-        tensor: Tensor,
-        *,
-        block_shape: tuple[int, int] | None = None,
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Pack a torch sparse matrix; BSR and BSC keep their blocks unless `block_shape` asks for others."""
-        found = shared.blocks_from_torch(tensor, block_shape, f"{cls.__name__}.from_torch")
-        return cls._build(*found, index_dtype)
-
-    @classmethod
-    def from_scipy(
-        cls,
-        matrix: object,
-        *,
-        block_shape: tuple[int, int] | None = None,
-        device: torch.device | str | None = None,
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Pack a scipy sparse matrix; BSR keeps its block shape unless `block_shape` asks for another."""
-        found = shared.blocks_from_scipy(matrix, block_shape, device, f"{cls.__name__}.from_scipy")
-        return cls._build(*found, index_dtype)
-
-    @classmethod
-    def _build(cls, blocks: Blocks, shape: tuple[int, int], index_dtype: torch.dtype | None) -> Self:
+    def _of(cls, blocks: Blocks, shape: tuple[int, int], index_dtype: torch.dtype | None) -> Self:
         dtype = arguments.choose_index_dtype(shape, index_dtype)
         _, a, b = blocks.values.shape
-        facts = (IndexFacts(sorted=blocks.coalesced, masked=False, proven=True), IndexFacts(masked=False, proven=True))
+        facts = entry_facts(2, ordered=blocks.coalesced)
         row, col = blocks.row.to(dtype).contiguous(), blocks.col.to(dtype).contiguous()
         return cls(shape, (a, b), row, col, blocks.values, facts, blocks.coalesced)._guaranteed()
 
@@ -206,9 +181,8 @@ class BlockCOO(BlockFormat):
         if self.coalesced:
             return self
         merged = shared.merge_blocks(Blocks(self.row, self.col, self.values, coalesced=False), self.shape)
-        facts = self._sorted_facts()
-        own = (merged.row, merged.col, merged.values)
-        return type(self)(self.shape, self.block_shape, *own, facts, coalesced=True)._guaranteed_if(known)
+        own = (merged.row, merged.col, merged.values, entry_facts(2, ordered=True, proven=self._proven()))
+        return type(self)(self.shape, self.block_shape, *own, coalesced=True)._guaranteed_if(known)
 
     def transpose(self) -> Self:
         """Swap rows and columns, of the grid and of each block, and sort again; duplicates are kept."""
@@ -216,15 +190,11 @@ class BlockCOO(BlockFormat):
         order = convert.lexicographic_order((self.col, self.row), self.grid_shape[::-1])
         values = self.values[order].transpose(1, 2).contiguous()
         shape, block_shape = (self.shape[1], self.shape[0]), (self.block_shape[1], self.block_shape[0])
-        row, col = self.col[order], self.row[order]
-        turned = type(self)(shape, block_shape, row, col, values, self._sorted_facts(), self.coalesced)
+        row, col, facts = self.col[order], self.row[order], entry_facts(2, ordered=True, proven=self._proven())
+        turned = type(self)(shape, block_shape, row, col, values, facts, self.coalesced)
         return turned._guaranteed_if(known)
 
     # Pieces.
-
-    def _sorted_facts(self) -> tuple[IndexFacts, IndexFacts]:
-        proven = self._proven()
-        return IndexFacts(sorted=True, masked=False, proven=proven), IndexFacts(masked=False, proven=proven)
 
     def _repr_parts(self) -> list[str]:
         return [f"block_shape={self.block_shape}", f"num_blocks={self.num_blocks}"]

@@ -9,13 +9,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, convert
 from insum_nn.formats import blocks as shared
 from insum_nn.formats.base import SparseFormat
 from insum_nn.formats.block_coo import BlockCOO
 from insum_nn.formats.blocks import BlockFormat
 from insum_nn.formats.convert import Blocks
+from insum_nn.formats.coo import entry_facts
 from insum_nn.formats.group_size import GroupSize
 
 __all__ = ["BlockGroupCOO"]
@@ -75,7 +75,7 @@ class BlockGroupCOO(BlockFormat):
             InsumFormatError: `group_size` is below 1, or `dense` is sparse.
         """
         found = shared.blocks_from_dense(dense, block_shape, mask)
-        return cls._group(*found, group_size, index_dtype)
+        return cls._of(*found, index_dtype, group_size=group_size)
 
     @classmethod
     def from_blocks(
@@ -116,7 +116,7 @@ class BlockGroupCOO(BlockFormat):
         """
         owner = f"{cls.__name__}.from_blocks"
         found = shared.blocks_from_caller(row, col, values, shape, owner, coalesce=coalesce)
-        return cls._group(*found, group_size, index_dtype)
+        return cls._of(*found, index_dtype, group_size=group_size)
 
     @classmethod
     def from_coo(
@@ -153,43 +153,16 @@ class BlockGroupCOO(BlockFormat):
         [[0, 1], [1, -1]]
         """
         found = shared.blocks_from_entries(indices, values, shape, block_shape, f"{cls.__name__}.from_coo")
-        return cls._group(*found, group_size, index_dtype)
+        return cls._of(*found, index_dtype, group_size=group_size)
 
     @classmethod
-    def from_torch(
-        cls,
-        tensor: Tensor,
-        *,
-        block_shape: tuple[int, int] | None = None,
-        group_size: GroupSize = "auto",
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Group a torch sparse matrix; BSR and BSC keep their blocks unless `block_shape` asks for others."""
-        found = shared.blocks_from_torch(tensor, block_shape, f"{cls.__name__}.from_torch")
-        return cls._group(*found, group_size, index_dtype)
-
-    @classmethod
-    def from_scipy(
-        cls,
-        matrix: object,
-        *,
-        block_shape: tuple[int, int] | None = None,
-        group_size: GroupSize = "auto",
-        device: torch.device | str | None = None,
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Group a scipy sparse matrix; BSR keeps its block shape unless `block_shape` asks for another."""
-        found = shared.blocks_from_scipy(matrix, block_shape, device, f"{cls.__name__}.from_scipy")
-        return cls._group(*found, group_size, index_dtype)
-
-    @classmethod
-    def _group(
+    def _of(
         cls,
         blocks: Blocks,
         shape: tuple[int, int],
-        group_size: GroupSize,
         index_dtype: torch.dtype | None,
         *,
+        group_size: GroupSize = "auto",
         proven: bool = True,
     ) -> Self:
         dtype = arguments.choose_index_dtype(shape, index_dtype)
@@ -222,8 +195,8 @@ class BlockGroupCOO(BlockFormat):
 
     def _blocks(self) -> BlockCOO:
         row, (col,), values = convert.used_slots(self.row, [self.col], self.values, full=self._full())
-        proven, ordered = self._proven(), bool(self.index_facts) and self.index_facts[0].sorted
-        facts = (IndexFacts(sorted=ordered, masked=False, proven=proven), IndexFacts(masked=False, proven=proven))
+        ordered = bool(self.index_facts) and self.index_facts[0].sorted
+        facts = entry_facts(2, ordered=ordered, proven=self._proven())
         return BlockCOO(self.shape, self.block_shape, row, col, values, facts, self.coalesced)
 
     def transpose(self, *, group_size: GroupSize | None = None) -> Self:
@@ -238,7 +211,8 @@ class BlockGroupCOO(BlockFormat):
         turned = self.blocks().transpose()
         blocks = Blocks(turned.row, turned.col, turned.values, turned.coalesced)
         size = max(1, self.group_size) if group_size is None else group_size
-        return self._group(blocks, (self.shape[1], self.shape[0]), size, self.index_dtype, proven=self._proven())
+        shape, proven = (self.shape[1], self.shape[0]), self._proven()
+        return self._of(blocks, shape, self.index_dtype, group_size=size, proven=proven)
 
     # Pieces.
 

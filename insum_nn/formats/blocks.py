@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ __all__ = [
     "blocks_from_caller",
     "blocks_from_dense",
     "blocks_from_entries",
-    "blocks_from_scipy",
-    "blocks_from_torch",
     "merge_blocks",
 ]
 
@@ -61,6 +59,51 @@ class BlockFormat(SparseFormat):
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_shape", arguments.check_block_shape(self.block_shape))
         self._store()
+
+    _of: ClassVar[Callable[..., Any]]
+    """Stores blocks, of a shape, with indices of a dtype or `None`, and what else a builder was given."""
+
+    @classmethod
+    def from_torch(
+        cls,
+        tensor: Tensor,
+        *,
+        block_shape: tuple[int, int] | None = None,
+        index_dtype: torch.dtype | None = None,
+        **layout: Any,
+    ) -> Self:
+        """Store a torch sparse matrix; BSR and BSC keep their blocks unless `block_shape` asks for others.
+
+        See `COO.from_torch`, and `from_coo` for the other arguments.
+        """
+        owner = f"{cls.__name__}.from_torch"
+        convert.check_torch(tensor)
+        if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc):
+            row, col, values = convert.compressed_blocks(tensor)
+            if block_shape is None or tuple(block_shape) == tuple(values.shape[1:]):
+                return cls._of(*blocks_from_caller(row, col, values, tensor.shape, owner), index_dtype, **layout)
+        coo = COO.from_torch(tensor, index_dtype=torch.int64)
+        return cls._of(*blocks_from_entries(coo, None, None, block_shape, owner), index_dtype, **layout)
+
+    @classmethod
+    def from_scipy(
+        cls,
+        matrix: object,
+        *,
+        block_shape: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+        index_dtype: torch.dtype | None = None,
+        **layout: Any,
+    ) -> Self:
+        """Store a scipy sparse matrix; BSR keeps its block shape unless `block_shape` asks for another.
+
+        See `COO.from_scipy`, and `from_coo` for the other arguments.
+        """
+        if block_shape is None and getattr(matrix, "format", None) == "bsr":
+            block_shape = getattr(matrix, "blocksize", None)
+        shape, indices, values = scipy_tensors(matrix, device)
+        found = blocks_from_entries(indices, values, shape, block_shape, f"{cls.__name__}.from_scipy")
+        return cls._of(*found, index_dtype, **layout)
 
     @abstractmethod
     def _blocks(self) -> BlockCOO:
@@ -170,18 +213,9 @@ class BlockFormat(SparseFormat):
             return None
         # A block that is not on the grid at all is the fault of its index.
         on_grid = (row < self.grid_shape[0]) & (self.col < self.grid_shape[1])
-        found = checks.first_true(outside & on_grid[..., None, None] & (self.values != 0))
-        if found is None:
-            return None
-        position, count = found
-        return checks.Fault(
-            "values",
-            "law",
-            f"0 beyond the edge of shape {self.shape}",
-            f"{self.values[position].item()} at {checks.at_position(position)} ({checks.count_of(count, self.values)})",
-            "rebuild it with from_blocks, which cuts the edge blocks.",
-            position,
-        )
+        stray = outside & on_grid[..., None, None] & (self.values != 0)
+        fix = "rebuild it with from_blocks, which cuts the edge blocks."
+        return checks.entry_fault("values", self.values, stray, f"0 beyond the edge of shape {self.shape}", fix)
 
 
 def _overhang(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Tensor | None:
@@ -261,24 +295,3 @@ def blocks_from_entries(
     coo = as_coo(indices, values, shape, owner)
     extents = arguments.require_matrix(coo.shape, "a format of blocks")
     return convert.pack_blocks(coo.row, coo.col, coo.values, extents, chosen), extents
-
-
-def blocks_from_torch(
-    tensor: Tensor, block_shape: tuple[int, int] | None, owner: str
-) -> tuple[Blocks, tuple[int, int]]:
-    """Return a torch sparse matrix as coalesced blocks; BSR and BSC keep theirs if `block_shape` allows."""
-    convert.check_torch(tensor)
-    if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc):
-        row, col, values = convert.compressed_blocks(tensor)
-        if block_shape is None or tuple(block_shape) == tuple(values.shape[1:]):
-            return blocks_from_caller(row, col, values, tensor.shape, owner)
-    return blocks_from_entries(COO.from_torch(tensor, index_dtype=torch.int64), None, None, block_shape, owner)
-
-
-def blocks_from_scipy(
-    matrix: object, block_shape: tuple[int, int] | None, device: torch.device | str | None, owner: str
-) -> tuple[Blocks, tuple[int, int]]:
-    """Return a scipy sparse matrix as coalesced blocks; BSR keeps its block shape unless `block_shape` differs."""
-    own = getattr(matrix, "blocksize", None) if getattr(matrix, "format", None) == "bsr" else None
-    shape, indices, values = scipy_tensors(matrix, device)
-    return blocks_from_entries(indices, values, shape, own if block_shape is None else block_shape, owner)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import (
     InsumDeviceError,
     InsumDtypeError,
@@ -22,10 +23,9 @@ from insum_nn.facts import repeated
 __all__ = [
     "Fault",
     "ascending_fault",
-    "at_position",
-    "count_of",
-    "first_true",
+    "entry_fault",
     "joint_fault",
+    "kind_faults",
     "mask_claim_fault",
     "raise_faults",
     "range_fault",
@@ -89,62 +89,66 @@ def raise_faults(title: str, faults: Sequence[Fault], *, by_kind: bool) -> None:
     )
 
 
-def first_true(bad: Tensor) -> tuple[tuple[int, ...], int] | None:
-    """Return the position of the first true element in reading order, and how many are true."""
-    where = bad.nonzero()
-    if where.shape[0] == 0:
+def entry_fault(
+    field: str,
+    tensor: Tensor,
+    bad: Tensor,
+    expected: str,
+    fix: str,
+    *,
+    kind: Kind = "law",
+    note: Callable[[tuple[int, ...]], str] = lambda _: "",
+) -> Fault | None:
+    """Return the first entry, in reading order, at which `bad` is true; `note` adds to what is said of its place."""
+    found = bad.nonzero()
+    if found.shape[0] == 0:
         return None
-    return tuple(int(i) for i in where[0].tolist()), int(where.shape[0])
+    position: tuple[int, ...] = tuple(found[0].tolist())
+    counted = f"{found.shape[0]} of {tensor.numel()} entries"
+    got = f"{tensor[position].item()} at {_at(position)}{note(position)} ({counted})"
+    return Fault(field, kind, expected, got, fix, position)
+
+
+def kind_faults(field: str, index: Tensor, device: torch.device) -> list[Fault]:
+    """Return what is wrong with the dtype of an index tensor, and with its device, which should be that of values."""
+    faults: list[Fault] = []
+    if index.dtype not in INDEX_DTYPES:
+        got = str(index.dtype).removeprefix("torch.")
+        faults.append(Fault(field, "dtype", "int32 or int64", got, f"pass {field}.long()."))
+    if index.device != device:
+        expected, fix = f"device {device} of values", "move every tensor to one device."
+        faults.append(Fault(field, "device", expected, str(index.device), fix))
+    return faults
 
 
 def range_fault(field: str, letters: str, tensor: Tensor, extent: int, *, padded: bool) -> Fault | None:
     """Return an entry outside `[0, extent)`; -1 passes where slots may be unused."""
-    found = first_true((tensor < (-1 if padded else 0)) | (tensor >= extent))
-    if found is None:
-        return None
-    position, count = found
-    subscript = ",".join(letters)
-    expected = f"0 <= {field}[{subscript}] < {extent}" + (", or -1 in an unused slot" if padded else "")
-    return Fault(
-        field,
-        "range",
-        expected,
-        f"{int(tensor[position])} at {at_position(position)} ({count_of(count, tensor)})",
-        "enlarge the shape or drop those entries; negative values do not wrap.",
-        position,
-    )
+    bad = (tensor < (-1 if padded else 0)) | (tensor >= extent)
+    expected = f"0 <= {field}[{','.join(letters)}] < {extent}" + (", or -1 in an unused slot" if padded else "")
+    fix = "enlarge the shape or drop those entries; negative values do not wrap."
+    return entry_fault(field, tensor, bad, expected, fix, kind="range")
 
 
 def mask_claim_fault(field: str, tensor: Tensor) -> Fault | None:
     """Return an unused slot in a tensor that is said to have none."""
-    found = first_true(tensor == -1)
-    if found is None:
-        return None
-    position, count = found
-    return Fault(
-        field,
-        "law",
-        "no unused slot (its facts say masked=False)",
-        f"-1 at {at_position(position)} ({count_of(count, tensor)})",
-        "set masked=True or None in its IndexFacts.",
-        position,
-    )
+    expected, fix = "no unused slot (its facts say masked=False)", "set masked=True or None in its IndexFacts."
+    return entry_fault(field, tensor, tensor == -1, expected, fix)
 
 
 def sorted_fault(field: str, tensor: Tensor) -> Fault | None:
     """Return a descent in a tensor that is said to ascend; -1 does not count."""
     used = (tensor.reshape(-1) != -1).nonzero().squeeze(1)
     entries = tensor.reshape(-1)[used]
-    found = first_true(entries[1:] < entries[:-1])
-    if found is None:
+    descents = (entries[1:] < entries[:-1]).nonzero()
+    if descents.numel() == 0:
         return None
-    (index,), _ = found
+    index = int(descents[0])
     position = _unravel(int(used[index + 1]), tensor)
     return Fault(
         field,
         "law",
         "ascending entries (its facts say sorted=True)",
-        f"{int(entries[index + 1])} at {at_position(position)} after {int(entries[index])}",
+        f"{int(entries[index + 1])} at {_at(position)} after {int(entries[index])}",
         "sort the entries with a builder, or set sorted=False in its IndexFacts.",
         position,
     )
@@ -162,7 +166,7 @@ def unique_fault(field: str, tensor: Tensor) -> Fault | None:
         field,
         "law",
         "no value twice (its facts say unique=True)",
-        f"{int(tensor[position])} again at {at_position(position)}",
+        f"{int(tensor[position])} again at {_at(position)}",
         "merge the entries with a builder, or set unique=False in its IndexFacts.",
         position,
     )
@@ -184,36 +188,21 @@ def joint_fault(field: str, others: Sequence[str], tensors: Sequence[Tensor]) ->
 
 def unused_where_used_fault(field: str, tensor: Tensor, other: str, unused: Tensor) -> Fault | None:
     """Two index tensors of one format that disagree about which slots are unused."""
-    found = first_true((tensor == -1) != unused)
-    if found is None:
-        return None
-    position, count = found
-    state = "-1" if bool(unused[position]) else "not -1"
-    return Fault(
+    return entry_fault(
         field,
-        "law",
+        tensor,
+        (tensor == -1) != unused,
         f"-1 exactly where {other} is -1",
-        f"{int(tensor[position])} at {at_position(position)}, where {other} is {state} ({count_of(count, unused)})",
         "mark an unused slot in every index tensor.",
-        position,
+        note=lambda position: f", where {other} is {'-1' if bool(unused[position]) else 'not -1'}",
     )
 
 
 def unused_value_fault(values: Tensor, unused: Tensor) -> Fault | None:
     """Return a value other than 0 in an unused slot."""
     stray = (values != 0) & unused.reshape(unused.shape + (1,) * (values.ndim - unused.ndim))
-    found = first_true(stray)
-    if found is None:
-        return None
-    position, count = found
-    return Fault(
-        "values",
-        "law",
-        "0 in unused slots",
-        f"{values[position].item()} at {at_position(position)} ({count_of(count, values)})",
-        "multiply the values by the mask of used slots before storing them.",
-        position,
-    )
+    fix = "multiply the values by the mask of used slots before storing them."
+    return entry_fault("values", values, stray, "0 in unused slots", fix)
 
 
 def ascending_fault(indices: Sequence[Tensor]) -> Fault | None:
@@ -225,10 +214,10 @@ def ascending_fault(indices: Sequence[Tensor]) -> Fault | None:
     for index in indices:
         less |= equal & (index[:-1] < index[1:])
         equal &= index[:-1] == index[1:]
-    found = first_true(~less)
-    if found is None:
+    descents = (~less).nonzero()
+    if descents.numel() == 0:
         return None
-    (entry,), _ = found
+    entry = int(descents[0])
     before = tuple(int(index[entry]) for index in indices)
     after = tuple(int(index[entry + 1]) for index in indices)
     return Fault(
@@ -241,14 +230,8 @@ def ascending_fault(indices: Sequence[Tensor]) -> Fault | None:
     )
 
 
-def at_position(position: tuple[int, ...]) -> str:
-    """Return a position as a message shows it, `[2,1]`."""
-    return "[" + ",".join(str(i) for i in position) + "]"
-
-
-def count_of(count: int, tensor: Tensor) -> str:
-    """Return how many entries of a tensor a message speaks of."""
-    return f"{count} of {tensor.numel()} entries"
+def _at(position: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, position))}]"
 
 
 def _unravel(flat: int, tensor: Tensor) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.dtypes import INDEX_DTYPES, wide_dtype
+from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import (
     InsumFormatError,
     InsumShapeError,
@@ -107,12 +107,7 @@ def check_entries(
             fix = "pass one index per value."
             got = f"shape {tuple(index.shape)}"
             faults.append(checks.Fault(field, "shape", f"shape ({values.shape[0]},) as values", got, fix))
-        if index.dtype not in INDEX_DTYPES:
-            got = str(index.dtype).removeprefix("torch.")
-            faults.append(checks.Fault(field, "dtype", "int32 or int64", got, f"pass {field}.long()."))
-        if index.device != values.device:
-            fix = "move every tensor to one device."
-            faults.append(checks.Fault(field, "device", f"device {values.device} of values", str(index.device), fix))
+        faults += checks.kind_faults(field, index, values.device)
     checks.raise_faults(title, faults, by_kind=True)
     if values.shape[0] == 0:
         return

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from insum_nn.formats import arguments, checks, convert
 from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
 from insum_nn.sorted_rows import compressed_rows
 
-__all__ = ["COO", "as_coo", "scipy_tensors"]
+__all__ = ["COO", "ThroughCOO", "as_coo", "entry_facts", "scipy_tensors"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,7 +131,7 @@ class COO(SparseFormat):
         indices, values = convert.torch_entries(tensor)
         # torch checks neither ranges nor the order inside a compressed row unless asked, so neither is trusted.
         ordered = tensor.layout == torch.sparse_coo
-        facts = _facts(tensor.ndim, ordered=ordered, distinct=ordered, proven=False)
+        facts = entry_facts(tensor.ndim, ordered=ordered, distinct=ordered, proven=False)
         coo = COO(tuple(tensor.shape), indices, values, facts, coalesced=ordered)
         return cls.from_coo(coo, index_dtype=index_dtype)
 
@@ -172,7 +172,7 @@ class COO(SparseFormat):
         facts: tuple[IndexFacts, ...] | None = None,
     ) -> Self:
         dtype = arguments.choose_index_dtype(shape, index_dtype)
-        known = _facts(len(shape), ordered=coalesced, distinct=coalesced) if facts is None else facts
+        known = entry_facts(len(shape), ordered=coalesced, distinct=coalesced) if facts is None else facts
         stored = tuple(index.to(dtype).contiguous() for index in indices)
         return cls(shape, stored, values, known, coalesced)._guaranteed()
 
@@ -232,7 +232,7 @@ class COO(SparseFormat):
             return self
         ordered = self.sort()
         indices, values = convert.merge_duplicates(ordered.indices, ordered.values)
-        facts = _facts(self.ndim, ordered=True, distinct=True, proven=self._proven())
+        facts = entry_facts(self.ndim, ordered=True, distinct=True, proven=self._proven())
         return type(self)(self.shape, indices, values, facts, coalesced=True)._guaranteed_if(known)
 
     def sort(self) -> Self:
@@ -241,7 +241,7 @@ class COO(SparseFormat):
         if self.coalesced:
             return self
         order = convert.lexicographic_order(self.indices, self.shape)
-        facts = _facts(self.ndim, ordered=True, distinct=False, proven=self._proven())
+        facts = entry_facts(self.ndim, ordered=True, distinct=False, proven=self._proven())
         indices = tuple(i[order] for i in self.indices)
         return type(self)(self.shape, indices, self.values[order], facts)._guaranteed_if(known)
 
@@ -261,11 +261,11 @@ class COO(SparseFormat):
         known = self._verify()
         shape = tuple(self.shape[dim] for dim in permutation)
         indices = tuple(self.indices[dim] for dim in permutation)
-        facts = _facts(self.ndim, ordered=False, distinct=False, proven=self._proven())
+        facts = entry_facts(self.ndim, ordered=False, distinct=False, proven=self._proven())
         permuted = type(self)(shape, indices, self.values, facts)._guaranteed_if(known).sort()
         if not self.coalesced:
             return permuted
-        facts = _facts(self.ndim, ordered=True, distinct=True, proven=self._proven())
+        facts = entry_facts(self.ndim, ordered=True, distinct=True, proven=self._proven())
         sorted_ = type(self)(shape, permuted.indices, permuted.values, facts, coalesced=True)
         return sorted_._guaranteed_if(known)
 
@@ -361,6 +361,30 @@ class COO(SparseFormat):
         return self.indices[dim]
 
 
+class ThroughCOO(SparseFormat):
+    """A format that is laid out from the entries of a COO, by its `from_coo`."""
+
+    from_coo: ClassVar[Callable[..., Any]]
+
+    @classmethod
+    def from_torch(cls, tensor: Tensor, *, index_dtype: torch.dtype | None = None, **layout: Any) -> Self:
+        """Lay out a torch sparse tensor (COO, CSR, CSC, BSR, BSC); see `COO.from_torch`, for `layout` `from_coo`."""
+        return cls.from_coo(COO.from_torch(tensor, index_dtype=torch.int64), index_dtype=index_dtype, **layout)
+
+    @classmethod
+    def from_scipy(
+        cls,
+        matrix: object,
+        *,
+        device: torch.device | str | None = None,
+        index_dtype: torch.dtype | None = None,
+        **layout: Any,
+    ) -> Self:
+        """Lay out a scipy sparse array; see `COO.from_scipy`, for `layout` `from_coo`."""
+        coo = COO.from_scipy(matrix, device=device, index_dtype=torch.int64)
+        return cls.from_coo(coo, index_dtype=index_dtype, **layout)
+
+
 def as_coo(
     indices: SparseFormat | Tensor | Sequence[Tensor],
     values: Tensor | None,
@@ -388,7 +412,7 @@ def _as_coo(
             return coo
         parts = [part.field for part in coo.index_parts]
         convert.check_entries(owner, coo.shape, coo.indices, coo.values, parts)
-        facts = coo.index_facts or _facts(coo.ndim, ordered=False, distinct=False)
+        facts = coo.index_facts or entry_facts(coo.ndim, ordered=False, distinct=False)
         facts = tuple(IndexFacts(f.sorted, f.unique, masked=False, proven=True) for f in facts)
         return COO(coo.shape, coo.indices, coo.values, facts, coo.coalesced)
     extents = arguments.check_shape(shape, owner)
@@ -402,10 +426,10 @@ def _as_coo(
     ndim = len(extents)
     fields = [dim_field(dim, ndim, f"indices[{dim}]") for dim in range(ndim)]
     convert.check_entries(owner, extents, given, values, fields)
-    return COO(extents, given, values, _facts(ndim, ordered=False, distinct=False))
+    return COO(extents, given, values, entry_facts(ndim, ordered=False, distinct=False))
 
 
-def _facts(ndim: int, *, ordered: bool, distinct: bool, proven: bool = True) -> tuple[IndexFacts, ...]:
+def entry_facts(ndim: int, *, ordered: bool, distinct: bool = False, proven: bool = True) -> tuple[IndexFacts, ...]:
     """Facts of COO indices; in lexicographic order only the first dimension ascends."""
     first = IndexFacts(sorted=ordered, unique=distinct and ndim == 1, masked=False, proven=proven)
     return (first, *(IndexFacts(masked=False, proven=proven) for _ in range(ndim - 1)))

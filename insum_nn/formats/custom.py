@@ -13,13 +13,13 @@ from torch import Tensor
 from insum_nn.facts import IndexFacts
 from insum_nn.formats.base import SparseFormat
 from insum_nn.formats.checks import Fault
-from insum_nn.formats.coo import COO
+from insum_nn.formats.coo import COO, ThroughCOO
 
 __all__ = ["CustomFormat"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CustomFormat(SparseFormat):
+class CustomFormat(ThroughCOO):
     """The base of a format that is defined outside of this package.
 
     A subclass is a dataclass, `@dataclass(frozen=True, eq=False, repr=False)`, with a field for each index tensor. It
@@ -105,25 +105,7 @@ class CustomFormat(SparseFormat):
         cls, dense: Tensor, *, mask: Tensor | None = None, index_dtype: torch.dtype | None = None, **layout: Any
     ) -> Self:
         """Store the nonzero elements of a dense tensor, or those that `mask` selects; see `COO.from_dense`."""
-        coo = COO.from_dense(dense, mask=mask, index_dtype=index_dtype)
-        return cls.from_coo(coo, index_dtype=index_dtype, **layout)
-
-    @classmethod
-    def from_torch(cls, tensor: Tensor, *, index_dtype: torch.dtype | None = None, **layout: Any) -> Self:
-        """Lay out a torch sparse tensor (COO, CSR, CSC, BSR, BSC); see `COO.from_torch`."""
-        return cls.from_coo(COO.from_torch(tensor, index_dtype=index_dtype), index_dtype=index_dtype, **layout)
-
-    @classmethod
-    def from_scipy(
-        cls,
-        matrix: object,
-        *,
-        device: torch.device | str | None = None,
-        index_dtype: torch.dtype | None = None,
-        **layout: Any,
-    ) -> Self:
-        """Lay out a scipy sparse array; see `COO.from_scipy`."""
-        coo = COO.from_scipy(matrix, device=device, index_dtype=index_dtype)
+        coo = COO.from_dense(dense, mask=mask, index_dtype=torch.int64)
         return cls.from_coo(coo, index_dtype=index_dtype, **layout)
 
     # What follows from it.

@@ -116,28 +116,6 @@ class ELL(GroupedFormat):
         return cls._lay_out(coo, group_dim, width, arguments.choose_index_dtype(coo.shape, index_dtype))
 
     @classmethod
-    def from_torch(
-        cls, tensor: Tensor, *, group_dim: int = 0, width: int | None = None, index_dtype: torch.dtype | None = None
-    ) -> Self:
-        """Lay out a torch sparse tensor (COO, CSR, CSC, BSR, BSC); see `COO.from_torch` and `from_coo`."""
-        coo = COO.from_torch(tensor, index_dtype=torch.int64)
-        return cls.from_coo(coo, group_dim=group_dim, width=width, index_dtype=index_dtype)
-
-    @classmethod
-    def from_scipy(
-        cls,
-        matrix: object,
-        *,
-        group_dim: int = 0,
-        width: int | None = None,
-        device: torch.device | str | None = None,
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Lay out a scipy sparse array; see `COO.from_scipy` and `from_coo`."""
-        coo = COO.from_scipy(matrix, device=device, index_dtype=torch.int64)
-        return cls.from_coo(coo, group_dim=group_dim, width=width, index_dtype=index_dtype)
-
-    @classmethod
     def _lay_out(cls, coo: COO, group_dim: int, width: int | None, dtype: torch.dtype) -> Self:
         dim, keys, others, values = keys_and_others(coo, group_dim)
         _, counts = torch.unique_consecutive(keys, return_counts=True)

@@ -121,33 +121,6 @@ class GroupCOO(GroupedFormat):
         return cls._group(coo, group_dim, group_size, arguments.choose_index_dtype(coo.shape, index_dtype))
 
     @classmethod
-    def from_torch(
-        cls,
-        tensor: Tensor,
-        *,
-        group_dim: int = 0,
-        group_size: GroupSize = "auto",
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Group a torch sparse tensor (COO, CSR, CSC, BSR, BSC); see `COO.from_torch` and `from_coo`."""
-        coo = COO.from_torch(tensor, index_dtype=torch.int64)
-        return cls.from_coo(coo, group_dim=group_dim, group_size=group_size, index_dtype=index_dtype)
-
-    @classmethod
-    def from_scipy(
-        cls,
-        matrix: object,
-        *,
-        group_dim: int = 0,
-        group_size: GroupSize = "auto",
-        device: torch.device | str | None = None,
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Group a scipy sparse array; see `COO.from_scipy` and `from_coo`."""
-        coo = COO.from_scipy(matrix, device=device, index_dtype=torch.int64)
-        return cls.from_coo(coo, group_dim=group_dim, group_size=group_size, index_dtype=index_dtype)
-
-    @classmethod
     def _group(cls, coo: COO, group_dim: int, group_size: GroupSize, dtype: torch.dtype) -> Self:
         dim, keys, others, values = keys_and_others(coo, group_dim)
         groups = convert.group_entries(keys, others, values, group_size, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -142,17 +143,14 @@ def named_tensors(caller: str, expression: str, matrix: SparseFormat, operands: 
         operands = [o._replace(tensor=to_autocast(o.tensor)) for o in operands]
     values = named["Val"]
     if not _fit(values, operands):
-        check = _Check(caller, expression, values)
-        for operand in operands:
-            check.operand(operand)
-        check.raise_all()
+        _raise_faults(caller, expression, values, operands)
     for operand in operands:
         named[operand.symbol] = operand.tensor
     return named
 
 
 def _fit(values: Tensor, operands: Sequence[Operand]) -> bool:
-    """Return whether `_Check` would find nothing wrong; every call asks, and few calls are wrong."""
+    """Return whether `_raise_faults` would find nothing; every call asks, and few calls are wrong."""
     dtype, device = values.dtype, values.device
     extents: dict[str, int] = {}
     for _, _, tensor, axes in operands:
@@ -167,66 +165,39 @@ def _fit(values: Tensor, operands: Sequence[Operand]) -> bool:
     return True
 
 
-class _Check(Faults):
-    """What is wrong with one call's dense operands."""
-
-    def __init__(self, caller: str, expression: str, values: Tensor) -> None:
-        super().__init__(caller, expression)
-        self.values = values
-        self.extents: dict[str, tuple[str, int]] = {}
-
-    def operand(self, operand: Operand) -> None:
-        argument, symbol, tensor, _ = operand
-        got = not_dense(tensor)
-        if got is not None:
-            fix = f"pass {argument} as a dense torch.Tensor."
-            message = f"must be a dense tensor, got {got}"
-            self.add(InsumFormatError, argument, message, fix=fix, symbols=[symbol], got=got)
-            return
-        self.extents_of(operand)
-        dtype, device = self.values.dtype, self.values.device
-        if tensor.dtype != dtype:
-            fix = f"pass {argument}.to({dtype}), or convert the format with to(dtype={tensor.dtype})."
-            message = f"is {tensor.dtype}, the sparse values are {dtype}"
-            self.add(
-                InsumDtypeError, argument, message, fix=fix, symbols=["Val", symbol], expected_got=(dtype, tensor.dtype)
-            )
-        if tensor.device != device:
-            message = f"is on {tensor.device}, the sparse tensor on {device}"
-            fix = f"pass {argument}.to('{device}')."
-            self.add(
-                InsumDeviceError, argument, message, fix=fix, symbols=[symbol], expected_got=(device, tensor.device)
-            )
-
-    def extents_of(self, operand: Operand) -> None:
-        """Check the rank, then each extent; an operand that has a free letter first binds it."""
+def _raise_faults(caller: str, expression: str, values: Tensor, operands: Sequence[Operand]) -> None:
+    """Raise what is wrong with one call's dense operands; one that has a free letter first binds it."""
+    faults = Faults(caller, expression)
+    bound: dict[str, tuple[str, int]] = {}
+    for operand in operands:
         argument, symbol, tensor, axes = operand
-        shape, expected = tuple(tensor.shape), self.shown(axes)
+        add = partial(faults.add, symbols=[symbol])
+        if (kind := not_dense(tensor)) is not None:
+            fix = f"pass {argument} as a dense torch.Tensor."
+            add(InsumFormatError, argument, f"must be a dense tensor, got {kind}", fix=fix, got=kind)
+            continue
+        shape, known = tuple(tensor.shape), {letter: extent for letter, (_, extent) in bound.items()}
+        expected = shown_shape([known.get(letter, letter) if extent is None else extent for letter, extent in axes])
         details = [f"expected {argument} ({symbol}) of shape {expected}; got {shape}"]
         if len(shape) != len(axes):
             message = f"must have {plural(len(axes), 'dimension')}, got {len(shape)}"
-            fix = f"reshape {argument} to {expected}."
-            self.add(
-                InsumShapeError,
-                argument,
-                message,
-                details=details,
-                fix=fix,
-                symbols=[symbol],
-                expected_got=(len(axes), shape),
-            )
-            return
-        for axis, ((letter, extent), got) in enumerate(zip(axes, shape, strict=True)):
+            fix, axes = f"reshape {argument} to {expected}.", ()
+            add(InsumShapeError, argument, message, fix=fix, details=details, expected_got=(len(operand.axes), shape))
+        for axis, ((letter, extent), got) in enumerate(zip(axes, shape, strict=False)):
             source = "the sparse tensor"
             if extent is None:
-                source, extent = self.extents.setdefault(letter, (f"'{argument}'", got))
+                source, extent = bound.setdefault(letter, (f"'{argument}'", got))
             if got != extent:
                 message = f"has extent {got} along axis {axis}, {source} requires {extent}"
                 fix = f"give axis {axis} of {argument} the extent {extent}."
-                known: dict[str, Any] = {"symbols": [symbol], "expected_got": (extent, got), "axis": axis}
-                self.add(InsumShapeError, argument, message, details=details, fix=fix, **known)
-
-    def shown(self, axes: tuple[tuple[str, int | None], ...]) -> str:
-        """Return a shape as a message shows it: known extents as numbers, free ones as letters."""
-        bound = {letter: extent for letter, (_, extent) in self.extents.items()}
-        return shown_shape([bound.get(letter, letter) if extent is None else extent for letter, extent in axes])
+                add(InsumShapeError, argument, message, fix=fix, details=details, expected_got=(extent, got), axis=axis)
+        dtype, device = values.dtype, values.device
+        if tensor.dtype != dtype:
+            message = f"is {tensor.dtype}, the sparse values are {dtype}"
+            fix = f"pass {argument}.to({dtype}), or convert the format with to(dtype={tensor.dtype})."
+            both = ["Val", symbol]
+            faults.add(InsumDtypeError, argument, message, fix=fix, symbols=both, expected_got=(dtype, tensor.dtype))
+        if tensor.device != device:
+            message, fix = f"is on {tensor.device}, the sparse tensor on {device}", f"pass {argument}.to('{device}')."
+            add(InsumDeviceError, argument, message, fix=fix, expected_got=(device, tensor.device))
+    faults.raise_all()

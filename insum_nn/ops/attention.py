@@ -11,18 +11,16 @@ axis of edges and one of features, forwards or backwards.
 
 from __future__ import annotations
 
-from functools import reduce
-
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import run_statements
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
-from insum_nn.ops.statements import static_shape
+from insum_nn.ops.statements import promoted, static_shape
 from insum_nn.tensor_cache import same_view
 
-__all__ = ["ATTEND", "SOFTMAX", "attention", "neighbour_softmax", "promoted", "run_promoted"]
+__all__ = ["ATTEND", "SOFTMAX", "attention", "neighbour_softmax", "run_promoted"]
 
 SOFTMAX = """M[I[e],h] max= detach(S[e,h])
 P[e,h] = exp(S[e,h] - M[I[e],h])
@@ -138,13 +136,3 @@ def run_promoted(
     # Views are found once for all statements.
     named = {**promoted(values), **{name: same_view(entry) for name, entry in entries.items()}}
     return run_statements(expression, named, options=options, out_shape=out_shape or {})  # type: ignore[no-any-return]
-
-
-def promoted(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return values in the dtype to which torch promotes all of theirs.
-
-    >>> [value.dtype for value in promoted({"X": torch.ones(1), "W": torch.ones(1).double()}).values()]
-    [torch.float64, torch.float64]
-    """
-    dtype = reduce(torch.promote_types, [value.dtype for value in values.values()])
-    return {name: value.to(dtype) for name, value in values.items()}

@@ -298,8 +298,14 @@ class BlockColumns(BoundSums):
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
     ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int, ...]]:
         """Return the statement of the tensor of that name, and what it reads."""
-        a, b = operands
-        named, shape = self._arranged(requested, a, b, made)
+        (rows, cols), (a, b) = self.grid, operands
+        if requested == "W":
+            y, x = self._columns("Y", a, made), self._columns("X", b, made)
+            read, shape = (y, x), (self.row.shape[0], y.shape[1], x.shape[1])
+        else:
+            name, blocks, size = ("X", rows, a.shape[1]) if requested == "Y" else ("Y", cols, a.shape[2])
+            read, shape = (a.contiguous(), self._columns(name, b, made)), (b.shape[0], blocks, size)
+        named = {"Row": self.row, "Col": self.col, **dict(zip(_READ[requested], read, strict=True))}
         product = built_program(COLUMNS[requested], COLUMNS_FACTS, self.options).unbound
         return product, [named[name] for name in product.names], shape
 
@@ -307,32 +313,18 @@ class BlockColumns(BoundSums):
         """Return it as a layer has it."""
         return written if requested == "W" else written.flatten(1)
 
-    def _arranged(
-        self, requested: str, a: Tensor, b: Tensor, made: dict[str, Tensor] | None
-    ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-        """Return the tensors that a statement reads, by name, and the shape of its output."""
-        (rows, cols), (first, second) = self.grid, _READ[requested]
-        named = {"Row": self.row, "Col": self.col}
-        if requested == "W":
-            y, x = self._columns("Y", a, made), self._columns("X", b, made)
-            return {**named, first: y, second: x}, (self.row.shape[0], y.shape[1], x.shape[1])
-        read, blocks, size = ("X", rows, a.shape[1]) if requested == "Y" else ("Y", cols, a.shape[2])
-        return {**named, first: a.contiguous(), second: self._columns(read, b, made)}, (b.shape[0], blocks, size)
-
     def _columns(self, name: str, samples: Tensor, made: dict[str, Tensor] | None) -> Tensor:
-        """Return the operand of that name by columns; `made` holds those that exist, `None` where a mode is active."""
-        blocks = self.grid[name == "X"]
+        """Return the operand of that name, (n, blocks * b), by columns, (blocks, b, n).
+
+        `made` holds those that exist; it is `None` where something is recorded or a mode is active.
+        """
+        if made is not None and name in made:
+            return made[name]
+        # torch's own transposing copy reaches a fifth of the memory's bandwidth.
+        count, columns = samples.shape
+        transposed, blocks = built_program(TRANSPOSED, _NO_FACTS, self.options), self.grid[name == "X"]
         if made is None:
-            return _columns(samples, blocks, self.options)
-        if name not in made:
-            made[name] = _columns(samples, blocks, self.options, alone=True)
+            return transposed(X=samples).view(blocks, columns // blocks, count)
+        turned = transposed.unbound.run_plain((samples,), (columns, count))
+        made[name] = turned.view(blocks, columns // blocks, count)
         return made[name]
-
-
-def _columns(samples: Tensor, blocks: int, options: Options, alone: bool = False) -> Tensor:
-    """Return (n, blocks * b) samples as (blocks, b, n); `alone` where nothing is recorded and no mode is active."""
-    # torch's own transposing copy reaches a fifth of the memory's bandwidth.
-    count, columns = samples.shape
-    transposed = built_program(TRANSPOSED, _NO_FACTS, options)
-    turned = transposed.unbound.run_plain((samples,), (columns, count)) if alone else transposed(X=samples)
-    return turned.view(blocks, columns // blocks, count)

@@ -7,6 +7,7 @@ The graph is an edge list, or an `Adjacency`, which was normalised and sorted be
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -174,12 +175,9 @@ def _agree(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, recipe: Re
             fix=f"move the graph with edge_index.to('{x.device}').",
         )
     if edge_weight is not None:
-        if torch.jit.is_tracing():
-            with untraced():
-                check_edge_weight(edge_weight, edge_index.shape[1], normalized=recipe.normalize)
-            edge_weight = edge_weight if edge_weight.ndim == 1 else edge_weight.squeeze(1)
-        else:
-            edge_weight = check_edge_weight(edge_weight, edge_index.shape[1], normalized=recipe.normalize)
+        with untraced() if torch.jit.is_tracing() else nullcontext():
+            check_edge_weight(edge_weight, edge_index.shape[1], normalized=recipe.normalize)
+        edge_weight = edge_weight if edge_weight.ndim == 1 else edge_weight.squeeze(1)
     return _to_product_dtype(x, edge_weight), edge_weight
 
 
@@ -257,9 +255,7 @@ def _operator(x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, *rest: 
     return graph_product(graph, values, x, transposed=transposed, options=options)
 
 
-@_operator.register_fake
-def _operator_fake(x: Tensor, edge_index: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+_operator.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
 @torch.library.custom_op(
@@ -279,9 +275,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, edge_index: Tensor, edge_weight: T
     return of_weight
 
 
-@_weight_gradient.register_fake
-def _weight_gradient_fake(grad: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(edge_weight, memory_format=torch.contiguous_format)
+_weight_gradient.register_fake(lambda grad, x, edges, weight, *_: torch.empty_like(weight).contiguous())
 
 
 def _operator_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

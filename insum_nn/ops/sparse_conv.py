@@ -290,20 +290,10 @@ IndexForm = Literal["pairs", "table", "list"]
 _SUBSCRIPTS: dict[IndexForm, dict[str, str]] = {"pairs": _PAIRS, "table": _TABLE, "list": _LIST}
 _KNOWN: dict[IndexForm, NamedFacts] = {"pairs": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
 
-# The tensors of a statement as they are given: those of `_OPERANDS`, then the index tensors.
-_NAMES: dict[tuple[Kind, IndexForm], tuple[str, ...]] = {
-    (kind, form): (*["dOut" if name == "Out" else name for name in operands], *facts)
-    for kind, operands in _OPERANDS.items()
-    for form, facts in _KNOWN.items()
-}
-_STATEMENTS: dict[tuple[Kind, bool, IndexForm], str] = {
-    (kind, grouped, form): text.format(
-        h="h," if grouped else "", **(_INVERSE if (kind, form) == ("In", "table") else subscripts)
-    )
-    for kind, text in _TEXTS.items()
-    for grouped in (False, True)
-    for form, subscripts in _SUBSCRIPTS.items()
-}
+
+def _statement(kind: Kind, groups: int, form: IndexForm) -> str:
+    subscripts = _INVERSE if (kind, form) == ("In", "table") else _SUBSCRIPTS[form]
+    return _TEXTS[kind].format(h="h," if groups > 1 else "", **subscripts)
 
 
 def table_statement(*, groups: int = 1) -> str:
@@ -314,7 +304,7 @@ def table_statement(*, groups: int = 1) -> str:
     >>> table_statement(groups=2)
     'Out[Order[i],h,d] += In[Near[k,i],h,c] * W[h,d,k,c]'
     """
-    return _STATEMENTS["Out", groups > 1, "table"]
+    return _statement("Out", groups, "table")
 
 
 def _table_conv(
@@ -438,6 +428,8 @@ def _bound(kind: Kind, form: IndexForm, kernel_map: KernelMap, groups: int, opti
             keep_bitmasks(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    program = built_program(_STATEMENTS[kind, groups > 1, form], _KNOWN[form], options).unbound
-    arrange = itemgetter(*map(_NAMES[kind, form].index, program.names))
+    program = built_program(_statement(kind, groups, form), _KNOWN[form], options).unbound
+    # As they are given: the operands, then the index tensors.
+    names = [*("dOut" if name == "Out" else name for name in _OPERANDS[kind]), *_KNOWN[form]]
+    arrange = itemgetter(*map(names.index, program.names))
     return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape

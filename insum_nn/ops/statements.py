@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "pad_axis",
     "product_dtype",
     "program_of",
+    "promoted",
     "run",
     "static_shape",
     "to_autocast",
@@ -91,3 +93,13 @@ def static_shape(tensor: Tensor) -> tuple[int, ...]:
         return tensor.shape
     with untraced():
         return tuple(tensor.shape)
+
+
+def promoted(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return values in the dtype to which torch promotes all of theirs.
+
+    >>> [value.dtype for value in promoted({"X": torch.ones(1), "W": torch.ones(1).double()}).values()]
+    [torch.float64, torch.float64]
+    """
+    dtype = reduce(torch.promote_types, [value.dtype for value in values.values()])
+    return {name: value.to(dtype) for name, value in values.items()}

@@ -182,19 +182,15 @@ def _sparse_convolution(layer: Any, output: Any, x: Any) -> Tensor:
         return _spconv_submanifold(layer, x)
     grid = x.features.new_zeros(x.batch_size, *x.spatial_shape, x.features.shape[1])
     grid[x.indices.long().unbind(1)] = x.features
-    grid, weight, geometry = grid.movedim(-1, 1), layer.dense_weight.movedim(-1, 1), layer.geometry
+    grid, weight = grid.movedim(-1, 1), layer.dense_weight.movedim(-1, 1)
+    # An inverse layer goes back the way that the layer of the same key came.
+    geometry = x.find_indice_pair(layer.indice_key).geometry if layer.inverse else layer.geometry
+    steps = {"stride": geometry.stride, "padding": geometry.padding, "dilation": geometry.dilation}
+    convolve: Any = getattr(functional, f"conv{'_transpose' * layer.inverse}{layer.ndim}d")
     # The dense layer must not round to tf32, as it may by torch's defaults.
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        if layer.inverse:
-            # It goes back the way that the layer of the same key came.
-            geometry = x.find_indice_pair(layer.indice_key).geometry
-            steps: dict[str, Any] = {"stride": geometry.stride, "padding": geometry.padding}
-            convolve: Any = getattr(functional, f"conv_transpose{layer.ndim}d")
-            dense = convolve(grid, weight.transpose(0, 1), layer.bias, dilation=geometry.dilation, **steps)
-        else:
-            steps = {"stride": geometry.stride, "padding": geometry.padding, "dilation": geometry.dilation}
-            convolve = getattr(functional, f"conv{layer.ndim}d")
-            dense = convolve(grid, weight, layer.bias, groups=layer.groups, **steps)
+        weight = weight.transpose(0, 1) if layer.inverse else weight
+        dense = convolve(grid, weight, layer.bias, groups=layer.groups, **steps)
     return dense.movedim(1, -1)[output.indices.long().unbind(1)]
 
 

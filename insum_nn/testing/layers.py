@@ -55,39 +55,29 @@ def check_layer(
             _compare(_results(run, own, rounded), expected, dtype, f"{dtype}{mode}")
 
 
-def _results(run: Callable[..., Tensor], owner: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Tensor | None]:
+def _results(run: Callable[..., Tensor], owner: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
     """The output, and the gradient of each parameter and input by name."""
     taken = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
     output = run(*taken)
     weights = torch.linspace(-1.0, 2.0, max(1, output.numel()), dtype=torch.float64)[: output.numel()]
     learned = {name: p for name, p in owner.named_parameters() if p.requires_grad}
     learned |= {f"input {place}": t for place, t in enumerate(taken) if t.requires_grad}
-    found: dict[str, Tensor | None] = {"the output": output.detach()}
+    found = {"the output": output.detach()}
     if output.requires_grad:
         upstream = weights.reshape(output.shape).to(output)
-        grads = torch.autograd.grad(output, list(learned.values()), upstream, allow_unused=True)
+        # Where no path leads, zeros.
+        grads = torch.autograd.grad(output, [*learned.values()], upstream, allow_unused=True, materialize_grads=True)
         found |= {f"the gradient of {name}": grad for name, grad in zip(learned, grads, strict=True)}
     return found
 
 
-def _compare(
-    found: dict[str, Tensor | None], expected: dict[str, Tensor | None], dtype: torch.dtype, where: str
-) -> None:
+def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, where: str) -> None:
     assert found.keys() == expected.keys(), f"{where}: other parameters: {found.keys() ^ expected.keys()}"
     # Gradients are sums of like terms, which may cancel in all of one tensor: the shift of a softmax has none.
-    sums = [float(g.abs().max()) for g in list(expected.values())[1:] if g is not None and g.numel()]
-    scale = max(sums, default=None)
+    scale = max((float(g.abs().max()) for g in list(expected.values())[1:] if g.numel()), default=None)
     for name, want in expected.items():
-        got = found[name]
-        if got is None or want is None:
-            # No path leads there: as good as zeros.
-            present = got if want is None else want
-            assert present is None or not bool(present.any()), f"{where}: {name} is missing on one side"
-            continue
+        kind, size = ("sum", None) if name == "the output" else ("gradient", scale)
         try:
-            if name == "the output":
-                assert_matches(got, want, dtype=dtype, kind="sum")
-            else:
-                assert_matches(got, want, dtype=dtype, kind="gradient", scale=scale)
+            assert_matches(found[name], want, dtype=dtype, kind=kind, scale=size)
         except AssertionError as error:
             raise AssertionError(f"{where}: {name}: {error}") from None

@@ -11,9 +11,10 @@ on every machine.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -130,23 +131,6 @@ class _Term:
 _Scaled = tuple[int, _Term]
 
 
-@dataclass
-class _Names:
-    """Distinct names drawn from the pools above, numbered once a pool is exhausted."""
-
-    rng: random.Random
-    taken: set[str] = field(default_factory=set)
-
-    def draw(self, pool: Sequence[str]) -> str:
-        # The short names at the head of each pool are the common ones.
-        free = [name for name in pool if name not in self.taken]
-        if not free:
-            free = [f"{pool[0]}_{len(self.taken)}"]
-        name = free[0] if self.rng.random() < 0.4 else self.rng.choice(free)
-        self.taken.add(name)
-        return name
-
-
 class _Draft:
     """The text of one statement and the shapes of its tensors."""
 
@@ -155,7 +139,7 @@ class _Draft:
         self.max_size = max_size
         self.profile: Profile = profile
         self.large = False
-        self.names = _Names(rng)
+        self.taken: set[str] = set()
         self.extents: dict[str, int] = {}
         self.tensors: dict[str, _Tensor] = {}
         self.scalars: list[str] = []
@@ -177,8 +161,8 @@ class _Draft:
         rng = self.rng
         self.large = rng.random() < 0.15
         for _ in range(rng.choice((4, 4, 5) if self.large else (0, 1, 2, 2, 3, 3, 3, 4, 4, 5))):
-            self.extents[self.names.draw(_INDEX_NAMES)] = self._extent()
-        self.output = self.names.draw(_OUTPUT_NAMES)
+            self.extents[self._name(_INDEX_NAMES)] = self._extent()
+        self.output = self._name(_OUTPUT_NAMES)
         factors = [self._factor() for _ in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 4)))]
         operator = rng.choice(("+=", "=") if self.profile == "smooth" else ("+=", *OPERATORS))
         self.has_initial = operator != "=" and rng.random() < 0.3
@@ -191,9 +175,17 @@ class _Draft:
 
     def fits(self) -> bool:
         """Whether the loop nest and every tensor are small enough."""
-        elements = [_product(tensor.shape) for tensor in self.tensors.values()] + [_product(self.out_extents)]
-        points = _product([self.extents[name] for name in self.used])
+        elements = [math.prod(tensor.shape) for tensor in self.tensors.values()] + [math.prod(self.out_extents)]
+        points = math.prod([self.extents[name] for name in self.used])
         return points <= _POINTS[self.profile] and max(elements) <= _ELEMENTS[self.profile]
+
+    def _name(self, pool: Sequence[str]) -> str:
+        """A name of a pool that is not taken, numbered once the pool is exhausted."""
+        # The short names at the head of each pool are the common ones.
+        free = [name for name in pool if name not in self.taken] or [f"{pool[0]}_{len(self.taken)}"]
+        name = free[0] if self.rng.random() < 0.4 else self.rng.choice(free)
+        self.taken.add(name)
+        return name
 
     def _extent(self) -> int:
         draw = self.rng.random()
@@ -210,7 +202,7 @@ class _Draft:
         if draw < 0.18:
             if self.scalars and self.rng.random() < 0.3:
                 return self.rng.choice(self.scalars)
-            self.scalars.append(self.names.draw(_SCALAR_NAMES))
+            self.scalars.append(self._name(_SCALAR_NAMES))
             return self.scalars[-1]
         old = [tensor for tensor in self.tensors.values() if tensor.role == "value"]
         if old and self.rng.random() < 0.2:
@@ -267,12 +259,9 @@ class _Draft:
 
     def _new_access(self, role: Role, depth: int, bound: int = 0) -> _Term:
         """Read a new tensor through new subscripts."""
-        if role == "value":
-            count = self.rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 5, _MOST_DIMS))
-        else:
-            count = self.rng.choice((1, 1, 1, 2, 2, 3))
+        count = self.rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 5, _MOST_DIMS) if role == "value" else (1, 1, 1, 2, 2, 3))
         pairs = [self._subscript(None, role, depth) for _ in range(count)]
-        name = self.names.draw(_VALUE_NAMES if role == "value" else _TABLE_NAMES)
+        name = self._name(_VALUE_NAMES if role == "value" else _TABLE_NAMES)
         self.tensors[name] = _Tensor(name, role, [extent for _, extent in pairs], bound)
         text = self._access_text(name, [text for text, _ in pairs])
         return _Term(text, 0, max(bound - 1, 0))
@@ -391,13 +380,6 @@ def _affine(terms: Sequence[_Scaled], offset: int) -> _Term:
     return _Term(text + "".join(f" {'-' if minus else '+'} {part}" for minus, part in parts[1:]), low, high)
 
 
-def _product(numbers: Sequence[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
-
-
 def _materialise(draft: _Draft, seed: int) -> RandomProgram:
     """Give values, dtypes and memory layouts to the tensors of a draft."""
     rng = draft.rng
@@ -446,7 +428,7 @@ def _negated(program: RandomProgram) -> RandomProgram:
 def _entries(shape: Sequence[int], bound: int, rng: random.Random, generator: torch.Generator) -> Tensor:
     """Entries of an index tensor: drawn freely, ascending or without repetition; some hold -1."""
     dtype = rng.choice((torch.int32, torch.int64))
-    count = _product(shape)
+    count = math.prod(shape)
     style = rng.choice(("free", "free", "sorted", "unique"))
     if bound == 0:
         flat = torch.full((count,), -1)

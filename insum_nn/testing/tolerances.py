@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from insum_nn.dtypes import FLOATS
+
 __all__ = ["TOLERANCES", "Kind", "Tolerance", "assert_matches", "tolerance"]
 
 Kind = Literal["copy", "product", "sum", "gradient", "second"]
@@ -30,26 +32,21 @@ _EXACT = Tolerance(0.0, "numbers are moved, not computed")
 
 TOLERANCES: Mapping[tuple[torch.dtype, Kind], Tolerance] = MappingProxyType(
     {
-        (torch.float64, "copy"): _EXACT,
+        **{(dtype, "copy"): _EXACT for dtype in FLOATS},
         (torch.float64, "product"): Tolerance(1e-15, "up to three factors, each product rounds by 1.1e-16"),
         (torch.float64, "sum"): Tolerance(1e-12, "10,000 terms in another order than the oracle's, 1.1e-16 each"),
         (torch.float64, "gradient"): Tolerance(1e-12, "a sum like the value's, over other indices"),
         (torch.float64, "second"): Tolerance(1e-11, "sums of sums: a tenfold of one"),
-        (torch.float32, "copy"): _EXACT,
         (torch.float32, "product"): Tolerance(3e-7, "up to three factors, each product rounds by 6e-8"),
         (torch.float32, "sum"): Tolerance(1e-5, "10,000 terms: roundings of 6e-8 grow with the root of the count"),
         (torch.float32, "gradient"): Tolerance(1e-5, "a sum like the value's, over other indices"),
         (torch.float32, "second"): Tolerance(5e-5, "sums of sums of rounded sums"),
-        (torch.float16, "copy"): _EXACT,
         (torch.float16, "product"): Tolerance(2e-3, "up to three factors; a store in float16 rounds by 4.9e-4"),
         (torch.float16, "sum"): Tolerance(2e-3, "summed in float32; a product's and the sum's store round by 4.9e-4"),
         (torch.float16, "gradient"): Tolerance(3e-3, "reads a rounded value beside what the sum itself rounds"),
         (torch.float16, "second"): Tolerance(5e-3, "reads rounded gradients"),
-        (torch.bfloat16, "copy"): _EXACT,
         (torch.bfloat16, "product"): Tolerance(1.2e-2, "up to three factors; a store in bfloat16 rounds by 3.9e-3"),
-        (torch.bfloat16, "sum"): Tolerance(
-            1.2e-2, "summed in float32; a product's and the sum's store round by 3.9e-3"
-        ),
+        (torch.bfloat16, "sum"): Tolerance(1.2e-2, "summed in float32; stores of products and sum round by 3.9e-3"),
         (torch.bfloat16, "gradient"): Tolerance(2e-2, "reads a rounded value beside what the sum itself rounds"),
         (torch.bfloat16, "second"): Tolerance(4e-2, "reads rounded gradients"),
     }

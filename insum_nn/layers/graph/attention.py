@@ -86,7 +86,6 @@ class GATConv(_Attention, pyg.conv.GATConv):
     torch.Size([4, 16])
     """
 
-    _peer = pyg.conv.GATConv
     _scores = "S[e,h] = leaky_relu(A[J[e],h] + B[I[e],h], slope)"
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
@@ -127,7 +126,6 @@ class GATv2Conv(_Attention, pyg.conv.GATv2Conv):  # pyright: ignore[reportIncomp
     torch.Size([4, 8])
     """
 
-    _peer = pyg.conv.GATv2Conv
     _scores = "S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], slope) * A[h,c]"
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
@@ -166,7 +164,6 @@ class TransformerConv(_Attention, pyg.conv.TransformerConv):  # pyright: ignore[
     torch.Size([4, 16])
     """
 
-    _peer = pyg.conv.TransformerConv
     _scores = "S[e,h] = Q[I[e],h,c] * K[J[e],h,c] * scale"
 
     def _sum(self, edge_index: Tensor, size: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]

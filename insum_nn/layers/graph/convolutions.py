@@ -9,11 +9,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.api import is_plain_eager
 from insum_nn.dtypes import wide_dtype
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.graph.messages import COMBINES, MessageLayer, kept_edges, pyg
-from insum_nn.ops.attention import promoted
-from insum_nn.ops.statements import in_a_graph, run
+from insum_nn.ops.statements import in_a_graph, promoted, run
 from insum_nn.structure.gcn_norm import gcn_norm
 from insum_nn.structure.graph_entries import Flow
 
@@ -54,13 +54,19 @@ class _Convolution(MessageLayer):
             if features is not None:
                 self._set_size(sizes, end, features)
         nodes = sizes[out_of] if sizes[into] is None else sizes[into]
-        (message, values), ends, counts = self._of_edges(*edges.values()), self._ends(edge_index), None
+        (message, values), ends = self._of_edges(*edges.values()), self._ends(edge_index)
         named = {**promoted({"X": sent, **values}), **ends}
-        if type(self.aggr_module) is pyg.aggr.MeanAggregation:
-            ones = torch.ones(edge_index.size(1), dtype=wide_dtype(sent.dtype), device=sent.device)
-            counts = run(_COUNT, _FACTS, {"W": ones, "I": ends["I"]}, self.options, (nodes,))
         out = run(self._statement(message), _FACTS, named, self.options, (nodes, None))
-        return out if counts is None else out / counts.clamp(min=1).to(out.dtype).unsqueeze(1)
+        if type(self.aggr_module) is not pyg.aggr.MeanAggregation:
+            return out
+
+        def count() -> Tensor:
+            ones = torch.ones(edge_index.size(1), dtype=wide_dtype(out.dtype), device=out.device)
+            counts = run(_COUNT, _FACTS, {"W": ones, "I": ends["I"]}, self.options, (nodes,))
+            return counts.clamp(min=1).to(out.dtype).unsqueeze(1)
+
+        read = self.options.validate or not is_plain_eager(edge_index)
+        return out / (count() if read else kept_edges([edge_index], ("counts", nodes, into, out.dtype), count))
 
 
 class _Weighted(_Convolution):
@@ -118,8 +124,6 @@ class SAGEConv(_Convolution, pyg.conv.SAGEConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = pyg.conv.SAGEConv
-
 
 class GINConv(_Convolution, pyg.conv.GINConv):  # type: ignore[misc]
     """The graph isomorphism layer of Xu et al.: `torch_geometric.nn.GINConv`.
@@ -141,8 +145,6 @@ class GINConv(_Convolution, pyg.conv.GINConv):  # type: ignore[misc]
     >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
     torch.Size([4, 32])
     """
-
-    _peer = pyg.conv.GINConv
 
 
 class GINEConv(_Convolution, pyg.conv.GINEConv):  # type: ignore[misc]
@@ -166,7 +168,6 @@ class GINEConv(_Convolution, pyg.conv.GINEConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = pyg.conv.GINEConv
     _message = "relu(X[J[e],f] + F[e,f])"
 
     def _of_edges(self, edge_attr: Tensor) -> tuple[str, dict[str, Tensor]]:  # type: ignore[override]
@@ -194,8 +195,6 @@ class GraphConv(_Weighted, pyg.conv.GraphConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = pyg.conv.GraphConv
-
 
 class ChebConv(_Weighted, pyg.conv.ChebConv):  # type: ignore[misc]
     """The spectral convolution of Defferrard et al.: `torch_geometric.nn.ChebConv`.
@@ -216,8 +215,6 @@ class ChebConv(_Weighted, pyg.conv.ChebConv):  # type: ignore[misc]
     >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
     torch.Size([4, 32])
     """
-
-    _peer = pyg.conv.ChebConv
 
 
 class SGConv(_Weighted, pyg.conv.SGConv):  # type: ignore[misc]
@@ -240,8 +237,6 @@ class SGConv(_Weighted, pyg.conv.SGConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = pyg.conv.SGConv
-
 
 class TAGConv(_Normalised, pyg.conv.TAGConv):  # type: ignore[misc]
     """The topology adaptive convolution of Du et al.: `torch_geometric.nn.TAGConv`.
@@ -262,8 +257,6 @@ class TAGConv(_Normalised, pyg.conv.TAGConv):  # type: ignore[misc]
     >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
     torch.Size([4, 32])
     """
-
-    _peer = pyg.conv.TAGConv
 
 
 class APPNP(_Normalised, pyg.conv.APPNP):  # type: ignore[misc]
@@ -286,8 +279,6 @@ class APPNP(_Normalised, pyg.conv.APPNP):  # type: ignore[misc]
     torch.Size([4, 16])
     """
 
-    _peer = pyg.conv.APPNP
-
 
 class LGConv(_Normalised, pyg.conv.LGConv):  # type: ignore[misc]
     """The convolution of LightGCN: `torch_geometric.nn.LGConv`.
@@ -308,8 +299,6 @@ class LGConv(_Normalised, pyg.conv.LGConv):  # type: ignore[misc]
     >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
     torch.Size([4, 16])
     """
-
-    _peer = pyg.conv.LGConv
 
 
 class GatedGraphConv(_Weighted, pyg.conv.GatedGraphConv):  # type: ignore[misc]
@@ -332,8 +321,6 @@ class GatedGraphConv(_Weighted, pyg.conv.GatedGraphConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = pyg.conv.GatedGraphConv
-
 
 class NNConv(_Convolution, pyg.conv.NNConv):  # type: ignore[misc]
     """The edge-conditioned convolution of Gilmer et al.: `torch_geometric.nn.NNConv`.
@@ -355,7 +342,6 @@ class NNConv(_Convolution, pyg.conv.NNConv):  # type: ignore[misc]
     torch.Size([4, 32])
     """
 
-    _peer = pyg.conv.NNConv
     _message = "X[J[e],c] * W[e,c,f]"
     # The channels that are summed would be compared with the edges.
     _aggregations = (pyg.aggr.SumAggregation, pyg.aggr.MeanAggregation)

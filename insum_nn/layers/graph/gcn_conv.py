@@ -96,7 +96,6 @@ class GCNConv(MessageLayer, peer.GCNConv):
     __call__: Callable[..., Tensor]
     # The graph from which the matrix was made that calls with `cached` read, and that matrix.
     _cached_adjacency = None
-    _peer: ClassVar[type] = peer.GCNConv
     _makes_messages: ClassVar[bool] = False
     # PyG otherwise reads these types from a class's source, which it looks up by class name. This class has the name of
     # the peer's, so they are declared here.

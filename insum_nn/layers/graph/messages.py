@@ -90,6 +90,10 @@ class MessageLayer(StatementLayer, pyg.MessagePassing):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        layers = [base for base in cls.__bases__ if issubclass(base, pyg.MessagePassing)]
+        for peer in layers if not hasattr(cls, "_peer") else ():
+            if not issubclass(peer, MessageLayer):
+                cls._peer = peer
         # PyTorch Geometric writes generated code over these, unless a class itself has them.
         for name in ("propagate", "edge_updater"):
             setattr(cls, name, getattr(cls, name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,8 +49,17 @@ class _LikeIndiceData(type):
         return type.__instancecheck__(cls, instance) or isinstance(instance, KernelMap)
 
 
+class _Stored:
+    """Pairs that a caller stores under an `indice_key`."""
+
+    @cached_property
+    def kernel_map(self) -> KernelMap:
+        """The same pairs as a map of ours, proven once."""
+        return _map_of(cast(Any, self))
+
+
 @dataclass(eq=False, repr=False)
-class IndiceData(metaclass=_LikeIndiceData):
+class IndiceData(_Stored, metaclass=_LikeIndiceData):
     """Pairs of a convolution as lists by offset; `spconv.pytorch.core.IndiceData`.
 
     Layers store a `KernelMap` under their `indice_key`, which has these attributes and is an instance of this class for
@@ -77,11 +86,6 @@ class IndiceData(metaclass=_LikeIndiceData):
     padding: Sequence[int]
     voxel_num: Any = None
 
-    @cached_property
-    def kernel_map(self) -> KernelMap:
-        """The same pairs as a map of ours, proven once."""
-        return _map_of(self)
-
     def neighbours(self) -> Tensor:
         """Return (o, m) int32: the input row that each output row meets at each offset, or -1."""
         source, target = self.indice_pairs.unbind(0)
@@ -94,7 +98,7 @@ class IndiceData(metaclass=_LikeIndiceData):
 
 
 @dataclass(eq=False, repr=False)
-class ImplicitGemmIndiceData:
+class ImplicitGemmIndiceData(_Stored):
     """Pairs of a convolution as tables of neighbours; `spconv.pytorch.core.ImplicitGemmIndiceData`.
 
     Attributes:
@@ -123,11 +127,6 @@ class ImplicitGemmIndiceData:
     padding: Sequence[int]
     in_voxel_num: Any = None
     out_voxel_num: Any = None
-
-    @cached_property
-    def kernel_map(self) -> KernelMap:
-        """The same pairs as a map of ours, proven once."""
-        return _map_of(self)
 
     def neighbours(self) -> Tensor:
         """Return (o, m) int32: the input row that each output row meets at each offset, or -1."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from insum_nn.layers.spconv import table_ops
 from insum_nn.layers.spconv.table_ops import indice_maxpool
 from insum_nn.layers.voxel.conv_base import Activation
-from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
+from insum_nn.layers.voxel.sparse_tensor import sparse_add
 
 __all__ = [
     "implicit_gemm",
@@ -25,9 +25,8 @@ __all__ = [
 ]
 
 
-def sparse_add_hash_based(*tensors: SparseConvTensor) -> SparseConvTensor:
-    """Return the same as `sparse_add`."""
-    return sparse_add(*tensors)
+# spconv has two ways to find equal voxels.
+sparse_add_hash_based = sparse_add
 
 
 def indice_conv(

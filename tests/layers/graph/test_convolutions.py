@@ -364,3 +364,26 @@ def test_meta_device(name: str):
         out = layer(torch.empty(NODES, WIDTH), torch.empty(2, EDGES, dtype=torch.int64), *edges)
     assert out.is_meta
     assert out.shape[0] == NODES
+
+
+def test_a_mean_counts_edges_once_for_each_edge_list(monkeypatch):
+    counted: list[str] = []
+    run = convolutions.run
+    monkeypatch.setattr(convolutions, "run", lambda text, *rest: counted.append(text) or run(text, *rest))
+    layer, x = convolutions.SAGEConv(3, 2, aggr="mean"), torch.randn(4, 3)
+    edges = torch.tensor([[0, 1, 2, 0], [1, 2, 3, 3]])
+    # What is made in inference mode serves in training.
+    with torch.inference_mode():
+        first = layer(x, edges)
+    layer(x, edges).sum().backward()
+    assert torch.equal(layer(x, edges), first)
+    assert counted.count("N[I[e]] += W[e]") == 1
+    edges[1, 3] = 1
+    torch.testing.assert_close(layer(x, edges), layer(x, edges.clone()))
+    assert counted.count("N[I[e]] += W[e]") == 3
+    # What is read at every call, and features of another dtype.
+    layer.options = Options(validate=True)
+    for _ in range(2):
+        layer(x, edges)
+    layer.double()(x.double(), edges)
+    assert counted.count("N[I[e]] += W[e]") == 6
