@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Literal, cast
 
@@ -291,9 +292,12 @@ _SUBSCRIPTS: dict[IndexForm, dict[str, str]] = {"pairs": _PAIRS, "table": _TABLE
 _KNOWN: dict[IndexForm, NamedFacts] = {"pairs": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
 
 
-def _statement(kind: Kind, groups: int, form: IndexForm) -> str:
+@lru_cache
+def _statement(kind: Kind, grouped: bool, form: IndexForm) -> tuple[str, tuple[str, ...]]:
+    """Return a statement, and its tensors as they are given: the operands, then the index tensors."""
     subscripts = _INVERSE if (kind, form) == ("In", "table") else _SUBSCRIPTS[form]
-    return _TEXTS[kind].format(h="h," if groups > 1 else "", **subscripts)
+    names = (*["dOut" if name == "Out" else name for name in _OPERANDS[kind]], *_KNOWN[form])
+    return _TEXTS[kind].format(h="h," if grouped else "", **subscripts), names
 
 
 def table_statement(*, groups: int = 1) -> str:
@@ -304,7 +308,7 @@ def table_statement(*, groups: int = 1) -> str:
     >>> table_statement(groups=2)
     'Out[Order[i],h,d] += In[Near[k,i],h,c] * W[h,d,k,c]'
     """
-    return _statement("Out", groups, "table")
+    return _statement("Out", groups > 1, "table")[0]
 
 
 def _table_conv(
@@ -428,8 +432,7 @@ def _bound(kind: Kind, form: IndexForm, kernel_map: KernelMap, groups: int, opti
             keep_bitmasks(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    program = built_program(_statement(kind, groups, form), _KNOWN[form], options).unbound
-    # As they are given: the operands, then the index tensors.
-    names = [*("dOut" if name == "Out" else name for name in _OPERANDS[kind]), *_KNOWN[form]]
+    text, names = _statement(kind, groups > 1, form)
+    program = built_program(text, _KNOWN[form], options).unbound
     arrange = itemgetter(*map(names.index, program.names))
     return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape

@@ -222,7 +222,8 @@ def _run(
     if widened:
         found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
     shapes: dict[str, Sequence[int | None]] = {**declared, **{name: tensor.shape for name, tensor in found.items()}}
-    symbolic = programs is None or any(isinstance(e, torch.SymInt) for shape in shapes.values() for e in shape)
+    symbolic = programs is None or torch._C._is_tracing()
+    symbolic = symbolic or any(isinstance(e, torch.SymInt) for shape in shapes.values() for e in shape)
     key = (*shapes.items(), *sizes.items())
     inferred = None if symbolic else seen.get(key)
     if inferred is None:
