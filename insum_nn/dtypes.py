@@ -74,6 +74,10 @@ class Dtype:
         """The row of its accumulator."""
         return dtype_of(self.accumulator)
 
+    def rounded(self, value: float) -> float:
+        """Return the number that a tensor of it holds of another one."""
+        return torch.tensor(value, dtype=self.torch).item()
+
     @property
     def has_dot(self) -> bool:
         """Whether `tl.dot` multiplies matrices of it: of floats that accumulate in float32."""

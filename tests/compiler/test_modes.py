@@ -110,18 +110,6 @@ def test_opcheck(name: str):
     torch.library.opcheck(torch.ops.insum_nn.run, arguments)
 
 
-@pytest.mark.parametrize("operator", ["max=", "min="])
-def test_opcheck_of_the_shares_operator(operator: str):
-    t = spmm_tensors()
-    initial = draw(ROWS, 3)
-    program = insum_nn.compile(SPMM.replace("+=", operator))
-    ordered = [t[name] for name in program.statement.tensors()]
-    result = program(**t, C=initial)
-    extents = resolve_extents(program.statement, ordered, initial, {}, None)
-    arguments = (program._spec.to_json(), ordered, initial, result, list(extents.indices), list(extents.output))
-    torch.library.opcheck(torch.ops.insum_nn.shares, arguments)
-
-
 def _compare_compiled(
     backend: str, function: Callable[..., Tensor], tensors: dict[str, Tensor], **options: object
 ) -> Tensor:

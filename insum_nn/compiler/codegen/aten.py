@@ -108,10 +108,23 @@ class _Writer(OutputWriter):
         args = [self.applied(arg, reads, labels) for arg in value.args]
         if value.name in _SIGNS:
             return self.call(_SIGNS[value.name], *args)
+        if value.name not in FUNCTIONS:
+            return self.stored(args[0])
+        if value.name == "eq" and self.widens and self.compiled:
+            args = [arg if isinstance(arg, int | float) else self.stored(arg) for arg in args]
         function = FUNCTIONS[value.name]
         last = len(args) - function.number
         tensors = [self.widen(self.number(arg)) if isinstance(arg, int | float) else arg for arg in args[:last]]
         return self.call(function.forward, *tensors, *args[last:])
+
+    def stored(self, node: Node | float) -> Node:
+        """What memory of the factors' dtype would hold of a wide value."""
+        node = self.method("to", node, self.dtype)
+        if self.compiled:
+            # A compiler that fuses leaves out roundings between calls, but not of what is changed bit by bit.
+            bits = self.call(torch.bitwise_or, self.method("view", node, torch.int16), 0)
+            node = self.method("view", bits, self.dtype)
+        return self.method("to", node, self.wide_dtype)
 
     def terms(self, factors: Sequence[Value], number: float) -> Value:
         """Form every term."""

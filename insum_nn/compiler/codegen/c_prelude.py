@@ -120,6 +120,7 @@ _FUNCTIONS = {
     "sign": "(x > 0) - (x < 0)",
     "step": "x > 0",
     "eq": "x == y",
+    **{dtype: f"get_{dtype}(put_{dtype}(x))" for dtype in _BITS},
 }
 # Those that select, of whole vectors `v` by masks `m`: lane by lane they take six times as long.
 _OF_VECTORS = {
@@ -339,6 +340,9 @@ class Helpers:
     def of_numbers(self, name: str, width: int) -> str:
         """A function of one number or two, or of each number of vectors."""
         vector, number = self.vector(width), self.number
+        if name in _BITS:
+            self.get(name)
+            self.put(name)
         names = "xy" if "y" in _FUNCTIONS[name].split("x", 1)[1] else "x"
         text = _FUNCTIONS[name].format(f="f" if number.number == "float" else "", t=number.number)
         arguments = ", ".join(f"{number.number} {each}" for each in names)

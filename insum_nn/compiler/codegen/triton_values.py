@@ -23,7 +23,7 @@ from insum_nn.compiler.ir.nodes import (
     multiply,
     walk,
 )
-from insum_nn.dtypes import dtype_of
+from insum_nn.dtypes import DTYPES, dtype_of
 
 __all__ = ["Axes", "Scope", "Value", "Values", "lanes_of", "strides_of"]
 
@@ -68,6 +68,7 @@ _TEXT = {
     "sign": "(tl.where({0} > 0.0, 1.0, 0.0) - tl.where({0} < 0.0, 1.0, 0.0))",
     "step": "tl.where({} > 0.0, 1.0, 0.0)",
     "eq": "tl.where({} == {}, 1.0, 0.0)",
+    **{row.name: f"{{}}.to({row.tl}).to({row.wide.tl})" for row in DTYPES if row.is_widened},
 }
 
 

@@ -24,8 +24,10 @@ from insum_nn.compiler.ir.nodes import (
     operation,
 )
 from insum_nn.compiler.lang.bind import Bound, show_dtype
+from insum_nn.compiler.lang.derivative import roundings
 from insum_nn.compiler.lang.syntax import Access, Factor, Number, Statement, Subscript
 from insum_nn.compiler.lang.syntax import Index as IndexVariable
+from insum_nn.dtypes import is_widened
 
 __all__ = ["INITIAL", "OUTPUT", "Names", "build"]
 
@@ -131,7 +133,7 @@ class _Builder:
         """Build what an operation makes of factors, from left to right."""
         value, *rest = map(self.value, factors)
         for each in rest:
-            value = Op(name, (value, each))
+            value = operation(name, value, each)
         return value
 
     def value(self, factor: Factor) -> Expr:
@@ -150,6 +152,11 @@ class _Builder:
             return args[0]
         if exponent is not None:
             return _power(args[0], exponent)
+        if factor.function == "eq" and is_widened(self.bound.dtype):
+            # Terms that were stored, as extrema are, are compared as they were.
+            dtype = show_dtype(self.bound.dtype)
+            pairs = zip(args, factor.args, strict=True)
+            args = [operation(dtype, arg) if roundings(of) else arg for arg, of in pairs]
         return operation(factor.function, *args)
 
     def load(self, access: Access) -> Load:

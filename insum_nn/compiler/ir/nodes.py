@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
+from insum_nn.dtypes import DTYPES
 from insum_nn.facts import UNKNOWN, IndexFacts
 from insum_nn.locks import new_lock
 
@@ -305,6 +306,8 @@ OPERATIONS: dict[str, Operation] = {
         for name, each in FUNCTIONS.items()
         if name != "detach"
     },
+    # What memory of a dtype would hold.
+    **{row.name: Operation(1, row.rounded, f"{row.name}({{}})") for row in DTYPES if row.is_widened},
 }
 
 

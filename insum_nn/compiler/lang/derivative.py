@@ -10,12 +10,13 @@ write instead of raising.
 
 A factor that is a function is replaced by its derivative, by the chain rule.
 
-`max=` and `min=` send the gradient to the terms that attained the extremum, in equal shares on a tie: the derivative
-has one more factor, a tensor over the whole index space that holds the share of each term.
+`max=` and `min=` send the gradient to the terms that attain the extremum of their cell: one more factor of the
+derivative asks whether a term does. On a tie they share it equally, so another statement counts them in each cell.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Number, Statement, leaves, replaced
 from insum_nn.errors import InsumNameError
 
-__all__ = ["Derivative", "derivatives", "directional", "fresh_name"]
+__all__ = ["Derivative", "apart", "counting", "derivatives", "directional", "fresh_name", "roundings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,17 @@ class Derivative:
     Attributes:
         statements: each writes `output`.
         output: name of the tensor written: the operand's gradient, or the output's tangent.
-        seed: name of the incoming tensor: the gradient of the statement's output, or the operand's tangent.
-        share: name of the tensor of shares for `max=` and `min=`; `None` otherwise.
+        seed: name of the incoming tensor: the gradient of the statement's output, divided by how many terms attain an
+            extremum, or the operand's tangent.
+        extremum: names under which the output of `max=` and `min=` is read, and the share of each term of a cell in
+            its tangent.
         operand: the operand's name.
     """
 
     statements: tuple[Statement, ...]
     output: str
     seed: str
-    share: str | None
+    extremum: tuple[str, ...]
     operand: str
 
 
@@ -64,6 +67,8 @@ def derivatives(statement: Statement, operand: str) -> Derivative:
     dB[Col[p],n] += dC[Row[p],n] * Val[p]
     >>> print(derivatives(parse("P[e,h] = exp(S[e,h] - M[I[e],h])"), "S").statements[0])
     dS[e,h] += dP[e,h] * exp(S[e,h] - M[I[e],h])
+    >>> print(derivatives(parse("Y[I[e],f] max= X[J[e],f]"), "X").statements[0])
+    dX[J[e],f] += dY[I[e],f] * eq(X[J[e],f], Y[I[e],f])
     """
     if operand not in {access.name for access in statement.reads}:
         factors = ", ".join(dict.fromkeys(access.name for access in statement.reads)) or "none"
@@ -78,13 +83,13 @@ def derivatives(statement: Statement, operand: str) -> Derivative:
     taken = {statement.output.name, *statement.tensors(), *statement.indices()}
     seed = fresh_name(f"d{statement.output.name}", taken)
     output = fresh_name(f"d{operand}", taken | {seed})
-    share, extra = _share(statement, taken | {seed, output})
-    read = seed + str(statement.output)[len(statement.output.name) :]
+    extra = _attains(statement, statement.output.name)
+    read = _renamed(statement.output, seed)
     statements: list[Statement] = []
     for access, before, after in _occurrences(statement, operand):
-        written = output + str(access)[len(access.name) :]
-        statements.append(parse(f"{written} += {' * '.join([read, *before, *after, *extra])}"))
-    return Derivative(tuple(statements), output, seed, share, operand)
+        factors = [read, *before, *after, *extra]
+        statements.append(parse(f"{_renamed(access, output)} += {' * '.join(factors)}"))
+    return Derivative(tuple(statements), output, seed, (statement.output.name,) * len(extra), operand)
 
 
 def directional(statement: Statement, operand: str) -> Derivative:
@@ -96,12 +101,73 @@ def directional(statement: Statement, operand: str) -> Derivative:
     """
     taken = {statement.output.name, *statement.tensors(), *statement.indices()}
     seed = fresh_name(f"d{operand}", taken)
-    share, extra = _share(statement, taken | {seed})
+    extremum, share = (fresh_name(name, taken | {seed}) for name in ("extremum", "share"))
+    extra = _attains(statement, extremum) and [*_attains(statement, extremum), _renamed(statement.output, share)]
     statements: list[Statement] = []
     for access, before, after in _occurrences(statement, operand):
-        read = seed + str(access)[len(access.name) :]
-        statements.append(parse(f"{statement.output} += {' * '.join([*before, read, *after, *extra])}"))
-    return Derivative(tuple(statements), statement.output.name, seed, share, operand)
+        factors = [*before, _renamed(access, seed), *after, *extra]
+        statements.append(parse(f"{statement.output} += {' * '.join(factors)}"))
+    return Derivative(tuple(statements), statement.output.name, seed, (extremum, share) if extra else (), operand)
+
+
+def counting(statement: Statement, number: float = 1) -> Statement:
+    """Return the statement that counts, in each cell, the terms that attain its extremum, times a number.
+
+    >>> from insum_nn.compiler.lang.parser import parse
+    >>> print(counting(parse("Y[I[e],f] max= X[J[e],f]")))
+    count[I[e],f] += eq(X[J[e],f], Y[I[e],f])
+    """
+    name = fresh_name("count", {statement.output.name, *statement.tensors(), *statement.indices()})
+    factors = [str(number)] * (number != 1) + _attains(statement, statement.output.name)
+    return parse(f"{_renamed(statement.output, name)} += {' * '.join(factors)}")
+
+
+def apart(statement: Statement) -> tuple[Statement, Statement]:
+    """Return the statement that stores the terms of an extremum, over all indices, and the one that selects of them.
+
+    The same terms miss in both: what is not to be written has no gradient, whatever it would be multiplied by.
+
+    >>> from insum_nn.compiler.lang.parser import parse
+    >>> print(*apart(parse("Y[I[e],f] max= exp(X[J[e],f])")), sep="; ")
+    terms[e,f] += exp(X[J[e],f]) * one(Y[I[e],f]); Y[I[e],f] max= terms[e,f] * one(X[J[e],f])
+    """
+    name = fresh_name("terms", {statement.output.name, *statement.tensors(), *statement.indices()})
+    indices = [*statement.indices()]
+    terms = f"{name}[{','.join(indices)}]" if indices else name
+    of_output, of_reads = (
+        [f"one({each})" for each in dict.fromkeys(accesses) if any(s.plain is None for s in each.subscripts)]
+        for accesses in ((statement.output,), statement.reads)
+    )
+    return (
+        parse(f"{terms} += {' * '.join([*map(str, statement.factors), *of_output])}"),
+        parse(f"{statement.output} {statement.operator} {' * '.join([terms, *of_reads])}"),
+    )
+
+
+def roundings(*factors: Factor) -> float:
+    """Return how often the product of some factors is rounded; infinity: it is approximated, or not one to count.
+
+    What is rounded once is the same number whoever computes it: numbers of any more may differ in the last bits.
+    """
+    changing = [each for each in factors if not _is_sign(each)]
+    return max(len(changing) - 1, 0) + sum(map(_roundings, factors))
+
+
+def _is_sign(factor: Factor) -> bool:
+    if isinstance(factor, Apply):
+        return factor.function == "one"
+    return isinstance(factor, Number) and abs(factor.value) == 1
+
+
+def _roundings(factor: Factor) -> float:
+    if not isinstance(factor, Apply):
+        return 0
+    if factor.function == "mul":
+        return roundings(*factor.args)
+    own = {"add": len(factor.args) - 1, "leaky_relu": 1}.get(factor.function)
+    if own is None:
+        own = 0 if OPERATIONS[factor.function].integers else math.inf
+    return own + sum(map(_roundings, factor.args))
 
 
 def _occurrences(statement: Statement, operand: str) -> Iterator[tuple[Access, list[str], list[str]]]:
@@ -175,10 +241,12 @@ def _times(*factors: Factor) -> Factor:
     return Apply("mul", tuple(rest), rest[0].span) if len(rest) > 1 else rest[0] if rest else factors[0]
 
 
-def _share(statement: Statement, taken: set[str]) -> tuple[str | None, list[str]]:
-    """Return the name of the extra factor of modes that select a term, and its access over the index space."""
+def _attains(statement: Statement, extremum: str) -> list[str]:
+    """Return the factor that is 1 where a term attains the extremum, which is read by a name; `+=`: none."""
     if statement.combining.adds:
-        return None, []
-    name = fresh_name("share", taken)
-    indices = statement.indices()
-    return name, [f"{name}[{','.join(indices)}]" if indices else name]
+        return []
+    return [f"eq({' * '.join(map(str, statement.factors))}, {_renamed(statement.output, extremum)})"]
+
+
+def _renamed(access: Access, name: str) -> str:
+    return name + str(access)[len(access.name) :]

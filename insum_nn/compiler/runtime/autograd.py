@@ -21,7 +21,7 @@ from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Statement, replaced
-from insum_nn.compiler.runtime.backward import Call, Shapes, gradients, kept_tensors
+from insum_nn.compiler.runtime.backward import Call, Run, Shapes, attaining, gradients, kept_tensors
 from insum_nn.compiler.runtime.batched_gradients import (
     batched_access,
     each_vector,
@@ -30,7 +30,6 @@ from insum_nn.compiler.runtime.batched_gradients import (
 )
 from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.dispatch import Spec, run_plain, run_spec, value_dtype
-from insum_nn.compiler.runtime.extremum_gradient import shares, shares_of
 from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed, plain_apply
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
@@ -72,28 +71,15 @@ def _gradients(
     result: Tensor | None,
     needs: Sequence[bool],
     grad: Tensor,
+    run: Run,
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Compute `gradients`, and that of an initial value, by calls that tracers and modes see."""
-    share, initial_share = _shares_of(call, tensors, initial, result)
-    found = gradients(call, tensors, shapes, needs, grad, share, apply)
-    return found, grad if initial_share is None else grad * initial_share
-
-
-def _shares_of(
-    call: Call, tensors: Sequence[Tensor | None], initial: Tensor | None, result: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the shares of terms in the gradient; `None` where the result is their sum, and all count."""
-    if call.spec.adds:
-        return None, None
-    assert result is not None
-    present = [t.detach() for t in tensors if t is not None]
-    initial, result = None if initial is None else initial.detach(), result.detach()
-    if inlines(call.spec, present) and not is_transformed():
-        extents = Extents(call.indices, call.output)
-        return shares_of(call.spec, present, initial, result, extents, inline)
-    return shares(  # type: ignore[no-any-return]
-        call.spec.to_json(), present, initial, result, list(call.indices), list(call.output)
-    )
+    """Compute `gradients`, and that of an initial value."""
+    if result is None or call.spec.adds:
+        return gradients(call, tensors, shapes, needs, grad, None, run), grad
+    count, of_initial = attaining(call, tensors, initial, result, run)
+    grad = (grad / count).to(result.dtype)
+    found = gradients(call, tensors, shapes, needs, grad, result.detach(), run)
+    return found, grad if of_initial is None else grad * of_initial
 
 
 def _tangent(
@@ -108,16 +94,17 @@ def _tangent(
     statement, layout = call.spec.statement, call.spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     sizes = dict(zip(layout.indices, call.indices, strict=True))
-    shares, initial_share = _shares_of(call, tensors, initial, result)
-    total = initial_tangent if initial_tangent is None or initial_share is None else initial_tangent * initial_share
+    total, read = initial_tangent, list[Tensor]()
+    if result is not None and not call.spec.adds:
+        count, of_initial = attaining(call, tensors, initial, result, apply)
+        read = [result.detach(), (1 / count).to(result.dtype)]
+        total = total if total is None or of_initial is None else total * of_initial * read[1]
     for name, tangent in zip(layout.tensors, tangents, strict=True):
         if tangent is None or name not in layout.value_tensors or not tangent.is_floating_point():
             continue
         derivative = directional(statement, name)
         named[derivative.seed] = tangent
-        if derivative.share is not None:
-            assert shares is not None
-            named[derivative.share] = shares
+        named.update(zip(derivative.extremum, read, strict=False))
         for changed in derivative.statements:
             inner = layout_of(changed)
             spec = call.spec.with_statement(changed, drop_outside=call.spec.drop_outside)
@@ -184,14 +171,12 @@ class _Function(torch.autograd.Function):
             shared = dict.fromkeys(common.repeated)
             shared.update(zip(common.saved, tensors[len(needs) :], strict=True))
             tensors = tensors[: len(needs)]
-        if alone and ctx.call.spec.adds:
-            outer, intermediates.shared = intermediates.shared, shared
-            try:
-                found, of_initial = gradients(ctx.call, tensors, shapes, needs, grad), grad
-            finally:
-                intermediates.shared = outer
-        else:
-            found, of_initial = _gradients(ctx.call, tensors, shapes, initial, result, needs, grad)
+        outer, intermediates.shared = intermediates.shared, shared if alone else intermediates.shared
+        try:
+            run = run_plain if alone else apply
+            found, of_initial = _gradients(ctx.call, tensors, shapes, initial, result, needs, grad, run)
+        finally:
+            intermediates.shared = outer
         return (None, of_initial if ctx.needs_input_grad[1] else None, *found)
 
 
@@ -258,7 +243,7 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs = [t.requires_grad or t.is_floating_point() for t in tensors]
     if isinstance(ctx.needs_input_grad[1], Sequence):
         needs = list(ctx.needs_input_grad[1])
-    found, initial_gradient = _gradients(ctx.call, tensors, None, initial, result, needs, grad)
+    found, initial_gradient = _gradients(ctx.call, tensors, None, initial, result, needs, grad, apply)
     # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
     lists = [None if integers else [] for integers in (ctx.call.indices, ctx.call.output)]
     return None, found, None if initial is None else initial_gradient, *lists
@@ -309,6 +294,9 @@ def apply(
         initial = None if initial is None else initial.resolve_neg()
     if spec.finishes:
         return _finished(spec, tensors, initial, extents, traced=traced)
+    may_learn = traced and torch.is_grad_enabled()
+    if spec.apart is not None and (may_learn or is_transformed() or _learned((*tensors, initial))):
+        return _apart(spec, tensors, initial, extents)
     if is_transformed() and not torch.compiler.is_compiling():
         return _Transformed.apply(Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
     if inlined:
@@ -324,7 +312,7 @@ def apply(
 
 def apply_recorded(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
     """`apply` where autograd records a call on plain tensors, none lazily negated, and nothing else follows it."""
-    if spec.finishes:
+    if spec.finishes or spec.apart is not None:
         return apply(spec, tensors, initial, extents, plain=True)
     return _record(Call(spec, *extents, plain=True), initial, *tensors)  # type: ignore[no-any-return]
 
@@ -332,6 +320,23 @@ def apply_recorded(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None
 def _learned(tensors: Sequence[Tensor | None]) -> bool:
     """Return whether autograd records a gradient of any of the tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _apart(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
+    """Select an extremum of terms that are stored, since gradients compare them with it."""
+    assert spec.apart is not None
+    named = dict(zip(spec.layout.tensors, tensors, strict=True))
+    sizes = dict(zip(spec.layout.indices, extents.indices, strict=True))
+    first, second = spec.apart
+    if spec.statement.output.name in first.layout.tensors:
+        # Only its shape is read.
+        blank = torch.zeros((), dtype=value_dtype(spec, tensors, initial), device=tensors[0].device)
+        named[spec.statement.output.name] = blank.expand(extents.output)
+    every = tuple(sizes[name] for name in spec.statement.indices())
+    own = Extents(tuple(sizes[name] for name in first.layout.indices), every)
+    named[first.statement.output.name] = apply(first, [named[x] for x in first.layout.tensors], None, own)
+    own = Extents(tuple(sizes[name] for name in second.layout.indices), extents.output)
+    return apply(second, [named[x] for x in second.layout.tensors], initial, own)
 
 
 def _finished(
@@ -414,29 +419,3 @@ def _vmap(
 
 
 torch.library.register_vmap(f"{_NAMESPACE}::run", _vmap)
-
-
-def _vmap_shares(
-    info: Any,
-    in_dims: tuple[Any, ...],
-    spec: str,
-    tensors: list[Tensor],
-    initial: Tensor | None,
-    result: Tensor,
-    indices: list[int],
-    output: list[int],
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    batch = _Batch(Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
-    results = batch.initial(result, in_dims[3])
-    share, of_initial = shares(
-        batch.spec.to_json(),
-        batch.operands(tensors),
-        batch.initial(initial, in_dims[2]),
-        results,
-        list(batch.extents.indices),
-        list(batch.extents.output),
-    )
-    return (share, of_initial), (0, 0)
-
-
-torch.library.register_vmap(f"{_NAMESPACE}::shares", _vmap_shares)

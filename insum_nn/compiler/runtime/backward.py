@@ -7,14 +7,14 @@ programs of one kind of call are, which tensors they read and in which shapes, i
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
-from insum_nn.compiler.lang.derivative import Derivative, derivatives
+from insum_nn.compiler.lang.derivative import Derivative, counting, derivatives
 from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.dispatch import (
     Spec,
@@ -23,12 +23,15 @@ from insum_nn.compiler.runtime.dispatch import (
 )
 from insum_nn.compiler.runtime.execution import generation
 from insum_nn.compiler.runtime.statement_graph import StatementGraph, Step
+from insum_nn.dtypes import is_widened
 from insum_nn.tensor_cache import insert
 
-__all__ = ["Call", "Derived", "Shapes", "derived_of", "gradients", "kept_tensors"]
+__all__ = ["Call", "Derived", "Run", "Shapes", "attaining", "derived_of", "gradients", "kept_tensors"]
 
 # Kinds of calls of a program whose common intermediate tensors are remembered.
 _COMMON_LIMIT = 64
+# Runs one program.
+Run = Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor]
 # Of all tensors of a call, where some of them were not kept.
 Shapes = Sequence[torch.Size] | None
 
@@ -75,7 +78,7 @@ class Derived:
 
     Attributes:
         spec: the program.
-        places: the positions of its tensors among those of the call, the gradient and the shares.
+        places: the positions of its tensors among those of the call, the gradient and the extremum.
         indices: the positions of its extents among those of the call.
     """
 
@@ -108,7 +111,7 @@ def derived_of(spec: Spec, position: int) -> tuple[Derived, ...]:
     if found is None:
         layout = spec.layout
         derivative, programs = _derivative_specs(spec, layout.tensors[position])
-        pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, derivative.share))}
+        pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, *derivative.extremum))}
         own = layout.indices
         found = spec.derived[position] = tuple(
             Derived(each, tuple(pool[x] for x in names), tuple(own.index(x) for x in indices))
@@ -129,6 +132,46 @@ def kept_tensors(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...]:
     return found
 
 
+@lru_cache(maxsize=2048)
+def _counting(spec: Spec, one: float) -> Derived:
+    """Return the program that counts the terms that attain an extremum, each as `one`."""
+    found, layout = counting(spec.statement, one), spec.layout
+    # A tensor of the output's size is counted into, whatever else is summed in a dtype of few numbers.
+    wide = replace(spec, options=replace(spec.options, accumulate="float32"))
+    own = wide.with_statement(found, drop_outside=True)
+    pool = (*layout.tensors, None, spec.statement.output.name)
+    places = tuple(pool.index(name) for name in own.layout.tensors)
+    return Derived(own, places, tuple(layout.indices.index(name) for name in own.layout.indices))
+
+
+def attaining(
+    call: Call, tensors: Sequence[Tensor | None], initial: Tensor | None, result: Tensor, run: Run
+) -> tuple[Tensor, Tensor | None]:
+    """Return how many terms attain the extremum of each cell, 1 if none does, and whether an initial value does.
+
+    An initial value that attains it counts as one of them, and is alone where no term takes part.
+
+    Args:
+        call: the call.
+        tensors: its tensors.
+        initial: its initial value.
+        result: its output.
+        run: runs the program that counts.
+    """
+    # float16 ends at 65,504.
+    one = 2**-10 if result.dtype == torch.float16 else 1
+    derived = _counting(call.spec, one)
+    # Index tensors stay the objects of which their order is remembered.
+    given = [each.detach() if each.requires_grad else each for each in derived.read((*tensors, None, result))]
+    count = run(derived.spec, given, None, derived.extents(call, call.output))
+    if is_widened(count.dtype):
+        count = count.to(torch.float32) / one
+    if initial is None:
+        return count.clamp(min=1), None
+    of_initial = (initial == result) | initial.isnan()
+    return (count + of_initial).clamp(min=1), of_initial.detach()
+
+
 def _graph(spec: Spec, needs: tuple[bool, ...]) -> tuple[StatementGraph, tuple[int, ...]]:
     """Return the derivative programs of the tensors that need a gradient, and the positions of these tensors."""
     values, names = spec.layout.value_tensors, spec.layout.tensors
@@ -144,8 +187,8 @@ def gradients(
     shapes: Shapes,
     needs: Sequence[bool],
     grad: Tensor,
-    share: Tensor | None = None,
-    run: Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor] = run_plain,
+    extremum: Tensor | None = None,
+    run: Run = run_plain,
 ) -> list[Tensor | None]:
     """Compute the gradients of the tensors that need one.
 
@@ -154,8 +197,8 @@ def gradients(
         tensors: its tensors; those that `kept_tensors` does not name may be `None`, if shapes are given.
         shapes: of all of them.
         needs: which of them need one.
-        grad: the gradient of the sum.
-        share: the shares of terms, where they do not all count.
+        grad: the gradient of the sum, or that of an extremum by how many terms attain it.
+        extremum: the output, where it is one.
         run: runs one derivative program, which adds to what those before it made; by default where nothing is recorded.
     """
     key = tuple(needs)
@@ -165,6 +208,6 @@ def gradients(
     for at in positions:
         tensor = tensors[at]
         outputs.append(shapes[at] if tensor is None else tensor.shape)  # type: ignore[index]
-    for at, made in zip(positions, graph.run((*tensors, grad, share), (call.indices,), outputs, run), strict=True):
+    for at, made in zip(positions, graph.run((*tensors, grad, extremum), (call.indices,), outputs, run), strict=True):
         found[at] = made
     return found

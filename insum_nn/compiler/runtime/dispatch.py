@@ -19,6 +19,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout, bind, layout_of
 from insum_nn.compiler.lang.declared_facts import Origin
+from insum_nn.compiler.lang.derivative import apart, roundings
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue, check_epilogue
 from insum_nn.compiler.lang.index_checks import check_index_values
 from insum_nn.compiler.lang.parser import check_text, parse
@@ -109,6 +110,14 @@ class Spec:
     def adds(self) -> bool:
         """Whether its terms are added; else gradients are more than sums of products."""
         return self.statement.combining.adds
+
+    @cached_property
+    def apart(self) -> tuple[Spec, Spec] | None:
+        """Where terms of an extremum may be other numbers when gradients form them again: `apart` of its statement."""
+        if self.adds or roundings(*self.statement.factors) <= 1:
+            return None
+        first, second = (self.with_statement(s, drop_outside=self.drop_outside) for s in apart(self.statement))
+        return first, second
 
     @cached_property
     def finishes(self) -> bool:

@@ -277,7 +277,8 @@ class Program:
         """The derivative with respect to one factor, as a program of its own.
 
         It reads the operands, and the gradient of the output under the name `d` + output; its output is
-        `d` + `name`. Extents are taken from the operands; give `out_shape=` (the operand's shape) and `sizes=`
+        `d` + `name`. That of an extremum also reads the extremum, under its name, and the gradient divided by how many
+        terms attain it. Extents are taken from the operands; give `out_shape=` (the operand's shape) and `sizes=`
         where the derivative statement alone does not show them. Its text runs through `insum` and `compile` too, with
         `drop_outside=True` where the statement reads outside of the operand.
 

@@ -105,8 +105,8 @@ class SAGEConv(_Convolution, pyg.conv.SAGEConv):  # type: ignore[misc]
 
     Constructor, `forward`, `state_dict` and results are PyTorch Geometric's, whose own code runs where messages are
     needed (explainers, hooks, `EdgeIndex`, sparse adjacencies, other aggregations, features that are no matrix);
-    gradients of any order. That of an extremum is shared in equal parts on a tie, and alone forms a tensor of edges and
-    features. An edge list is sorted once, and kept until torch counts a write to it.
+    gradients of any order. That of an extremum is shared in equal parts on a tie. An edge list is sorted once, and kept
+    until torch counts a write to it.
 
     Source: Hamilton et al., Inductive Representation Learning on Large Graphs (NeurIPS 2017), algorithm 1.
 
