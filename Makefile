@@ -23,6 +23,8 @@ GPU_JOBS ?= 1
 EXTRAS ?= test,bench,docs
 READERS ?= pointcloud
 KEPT := torch triton
+# Bytecode is compiled when a module is first imported: most of what is installed never is.
+INSTALL := $(VENV)/bin/python -m pip install --no-compile
 CASES ?= *
 CHECK ?=
 SIZE ?= tiny
@@ -69,16 +71,16 @@ $(VENV)/.insum-ready $(VENV)/.insum-examples-ready: pyproject.toml constraints.t
 	@cp constraints.txt $(VENV)/constraints.txt
 	@$(VENV)/bin/python -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))' 2>/dev/null \
 	  && test -z "$(TORCH)" \
-	  || $(VENV)/bin/python -m pip install $(if $(TORCH),torch==$(TORCH),-c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt))
+	  || $(INSTALL) $(if $(TORCH),torch==$(TORCH),-c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt))
 	@# What is in KEPT, or all that is installed, keeps its version: where torch is not the pinned one, the other packages must
 	@# fit it and the Triton that came with it.
 	@$(VENV)/bin/python -c 'import importlib.metadata as m, sys; print("\n".join(f"{d.name}=={d.version.split(chr(43))[0]}" for d in m.distributions() if d.name in sys.argv[1:] or len(sys.argv) == 1))' $(KEPT) \
 	  | while IFS='=' read -r name _ version; do sed -i "s/^$${name//[-_.]/[-_.]}==.*/$$name==$$version/I" $(VENV)/constraints.txt; done
 	@# In this mode static tools, such as type checkers, find the package too.
-	$(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt --config-settings editable_mode=compat -e '.[$(EXTRAS)]'
 	@# No Open3D wheel exists for some interpreters and processors; only the reader of PCD files needs it.
-	@test -z "$(READERS)" || $(VENV)/bin/python -m pip install -c $(VENV)/constraints.txt -e '.[$(READERS)]' \
-	  || echo "note: Open3D could not be installed; point clouds can still be read from text, PLY and KITTI files."
+	install() { $(INSTALL) -c $(VENV)/constraints.txt --config-settings editable_mode=compat -e ".[$$1]"; }; \
+	test -n "$(READERS)" && install '$(EXTRAS),$(READERS)' || { install '$(EXTRAS)'; test -z "$(READERS)" \
+	  || echo "note: Open3D could not be installed; point clouds can still be read from text, PLY and KITTI files."; }
 	@touch $@
 
 # Open3D's wheel needs these libraries of the system; everything else works without them.
@@ -116,10 +118,11 @@ $(E3NN_FOLDER): | $(READY)
 	$(PY) -m pip install -q --no-deps --target $@.new e3nn==$(E3NN)
 	@mv $@.new $@
 
+# C functions do not depend on e3nn: their tests run once, with the pinned one.
 test-e3nn-oldest: $(READY) | $(E3NN_FOLDER) ## run the tests of tensor products with the oldest e3nn that they support, or with E3NN=0.5.1
 	export $(TEST_ENV) PYTHONPATH=$(E3NN_FOLDER):$(SEEN) TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1; \
 	$(PY) -W ignore -c 'import e3nn; assert e3nn.__version__ == "$(E3NN)", e3nn.__file__'; \
-	$(PY) -m pytest -q -n $(JOBS) -m "not gpu" $(E3NN_ALLOWED) tests/layers/test_swap.py tests/layers/equivariant \
+	$(PY) -m pytest -q -n $(JOBS) -m "not gpu and not c" $(E3NN_ALLOWED) tests/layers/test_swap.py tests/layers/equivariant \
 	  tests/models/test_nequip.py tests/models/test_tetris.py tests/structure/test_clebsch_gordan.py
 
 peers: $(READY) ## run the baselines' own tests that the package index has, on our classes

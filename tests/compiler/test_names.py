@@ -127,6 +127,7 @@ def test_kernels_and_graphs_of_other_names_are_the_same_text():
     assert len(texts) == 1
 
 
+@pytest.mark.library_calls
 def test_explain_says_what_the_arguments_of_the_graph_are():
     explanation = compile("y[Row[p]] += row[p]").explain(Row=torch.tensor([0, 1]), row=torch.rand(2), y=torch.zeros(3))
     lines = str(explanation.torch_code).splitlines()

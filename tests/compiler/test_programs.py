@@ -314,7 +314,7 @@ def test_scores_that_are_far_below_and_above(made_on: torch.device):
     for factor in (-997.0, 997.0):
         moved = {**tensors, "Q": torch.ones(N, H, C, dtype=torch.float64), "K": tensors["K"] + factor}
         moved["scale"] = torch.full_like(tensors["scale"], 1 / C)
-        # Scores of such a size have three digits less, twice.
+        # Scores of such a size have three digits less, and the derivatives by their scale multiply by them once more.
         assert_same(orders(case.run, moved), orders(case.want, moved), 1e5)
         single = {n: t.float() if t.is_floating_point() else t for n, t in moved.items()}
         assert_matches(case.run(single)[0], case.want(moved)[0], dtype=torch.float32, kind="second", scale=10.0)

@@ -165,6 +165,7 @@ def many_blocks() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.library_calls
 def test_a_dense_matrix_of_blocks_is_made_once_for_a_product_and_its_gradients(
     activation: str | None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -407,6 +408,7 @@ def blocks_of(
     [(16, 0.19, False), (16, 0.25, True), (32, 0.32, False), (32, 0.45, True), (64, 0.45, False), (64, 0.9, True)],
 )
 @pytest.mark.parametrize("kind", BLOCK_STATEMENTS)
+@pytest.mark.library_calls
 def test_many_blocks_on_a_cpu_are_multiplied_as_a_dense_matrix(kind: str, side: int, share: float, dense: bool):
     """Near the shares that were measured on two cores, 1024 x 1024 times 256 columns: 0.22 and 0.4."""
     found = blocks_of(kind, side, share, 1024, 256, torch.float32)
@@ -521,6 +523,7 @@ def test_a_relational_convolution_takes_no_second():
         assert_matches(one, other, dtype=torch.float32, kind="gradient")
 
 
+@pytest.mark.library_calls
 def test_explain_shows_the_order_with_its_counts():
     program = insum_nn.compile(RGCN, out_shape=(3_000, None))
     explanation = program.explain(tensors=relational(3_000, 60_000, 8, 64))

@@ -45,6 +45,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.library_calls
 def test_views_are_checked_once(counted):
     edges = torch.randint(20, (2, 90))
     x = torch.randn(20, 3, dtype=torch.float64, requires_grad=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,8 +88,12 @@ def test_the_page_runs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_layer_is_short_and_of_public_names(name: str):
-    (block,) = (block for _, block, _ in BLOCKS if block.startswith(f"class {name}("))
-    assert len(block.splitlines()) <= MOST_LINES
+    (block,) = (block for _, block, _ in BLOCKS if f"class {name}(" in block)
+    assert len(block[block.index("class ") :].splitlines()) <= MOST_LINES
+    # It can be copied: the imports and its own block are all that it needs.
+    names: dict[str, Any] = {}
+    exec(BLOCKS[0][1] + block, names)
+    KINDS[name](SimpleNamespace(**names))
     text = "".join(block for _, block, _ in BLOCKS)
     assert "insum_nn.compiler" not in text
     assert not re.search(r"\._(?!_)", text)
@@ -135,7 +140,7 @@ def test_one_compiled_layer_serves_graphs_of_all_sizes(page: Page, name: str):
     layer = KINDS[name](page).double()
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for graph in (random_graph(12, 40), random_graph(9, 70), GRAPHS["one target"], random_graph(30, 11)):
+    for graph in (random_graph(12, 40), random_graph(9, 70), GRAPHS["one target"], GRAPHS["self loops"]):
         x, *rest = inputs(name, graph)
         x = x.double().requires_grad_()
         found, wanted = compiled(x, *rest), layer(x, *rest)
@@ -147,7 +152,7 @@ def test_one_compiled_layer_serves_graphs_of_all_sizes(page: Page, name: str):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("graph", ["no edges", "one node", "self loops"])
+@pytest.mark.parametrize("graph", ["no edges", "one node"])
 def test_compiled_at_odd_sizes(page: Page, name: str, graph: str):
     peer = pytest.importorskip("torch_geometric.nn")
     torch.manual_seed(3)

@@ -16,6 +16,7 @@ from insum_nn.layers.graph.messages import COMBINES, MessageLayer, kept_edges, p
 from insum_nn.ops.statements import in_a_graph, promoted, run
 from insum_nn.structure.gcn_norm import gcn_norm
 from insum_nn.structure.graph_entries import Flow
+from insum_nn.structure.plain_tensors import is_batched
 
 __all__ = ["ChebConv", "GraphConv", "LGConv", "SGConv", "TAGConv"]
 __all__ += ["APPNP", "GINConv", "GINEConv", "GatedGraphConv", "NNConv", "SAGEConv"]
@@ -86,12 +87,11 @@ class _Normalised(_Weighted):
         layer: Any = self
         own = not getattr(self, "cached", False) and not torch.jit.is_tracing() and not self._asks(edge_index)
         if self.normalize and own:
-            loops, flow = getattr(self, "add_self_loops", False), cast("Flow", self.flow)
-            how = x.size(self.node_dim), False, loops, flow, x.dtype
-            unread = in_a_graph(x, edge_index) or edge_index.is_meta
+            how = x.size(self.node_dim), False, getattr(self, "add_self_loops", False), cast("Flow", self.flow), x.dtype
+            unread = in_a_graph(x, edge_index) or edge_index.is_meta or is_batched(edge_index)
             normalise = partial(gcn_norm, edge_index, edge_weight, *how, fixed_size=unread)
-            kept = edge_weight is None and not unread
-            edge_index, edge_weight = kept_edges([edge_index], how, normalise) if kept else normalise()
+            fresh = unread or edge_weight is not None
+            edge_index, edge_weight = normalise() if fresh else kept_edges([edge_index], how, normalise)
             layer = self._but(normalize=False)
         return self._peer.forward(layer, x, edge_index, edge_weight)  # type: ignore[attr-defined, no-any-return]
 

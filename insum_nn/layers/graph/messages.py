@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,7 +86,9 @@ class MessageLayer(StatementLayer, pyg.MessagePassing):
     options: Options = DEFAULT
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        # What is no `int`, as NumPy's integers are none, torch_geometric takes for a pair of widths.
+        named = {name: int(value) if isinstance(value, np.integer) else value for name, value in kwargs.items()}
+        super().__init__(*(int(value) if isinstance(value, np.integer) else value for value in args), **named)
         self.options = require_options(options)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -145,7 +148,5 @@ class MessageLayer(StatementLayer, pyg.MessagePassing):
         raise NotImplementedError
 
     def _ends(self, edge_index: Tensor) -> dict[str, Tensor]:
-        sends, receives = edge_index.unbind(0)
-        if self.flow == "target_to_source":
-            sends, receives = receives, sends
-        return {"I": same_view(receives), "J": same_view(sends)}
+        ends = "JI" if self.flow == "source_to_target" else "IJ"
+        return {end: same_view(nodes) for end, nodes in zip(ends, edge_index.unbind(0), strict=True)}

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ import torch_geometric.nn as peers
 from torch_geometric import EdgeIndex
 from torch_geometric.explain import Explainer, GNNExplainer
 
+from insum_nn import layers
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.layers.graph import convolutions
@@ -54,6 +56,32 @@ CASES: dict[str, tuple[str, Any, str]] = {
 every_case = pytest.mark.parametrize("name", CASES)
 # One of each class.
 every_layer = pytest.mark.parametrize("name", list({kind: name for name, (kind, _, _) in CASES.items()}.values()))
+
+
+@pytest.mark.parametrize("kind", ["SAGEConv", "GraphConv", "ChebConv", "TAGConv", "GATConv", "TransformerConv"])
+def test_sizes_of_numpy(kind: str):
+    """The peers take them for pairs of widths."""
+    made: Any = getattr(layers, kind)
+    more: dict[str, Any] = {"K": 2} if kind in ("ChebConv", "TAGConv") else {}
+    torch.manual_seed(0)
+    layer = made(np.int64(3), out_channels=np.int32(2), **{name: np.int64(value) for name, value in more.items()})
+    torch.manual_seed(0)
+    same = made(3, 2, **more)
+    assert repr(layer) == repr(same)
+    x, edges = torch.randn(4, 3), torch.tensor([[0, 1, 2], [1, 2, 3]])
+    assert torch.equal(layer(x, edges), same(x, edges))
+
+
+@pytest.mark.parametrize("name", ["adaptive", "page rank", "page rank, no loops", "light"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_batch_of_graphs(name: str, weighted: bool):
+    """Under `torch.vmap` over the edges; the peer is called graph by graph, as its own normalisation fails there."""
+    ours, theirs = pair(name)
+    x = torch.randn(3, NODES, WIDTH, dtype=torch.float64)
+    graphs = torch.stack([random_graph(NODES, EDGES, seed)[:, :30] for seed in range(3)])
+    more = (torch.rand(3, 30, dtype=torch.float64),) if weighted else ()
+    want = torch.stack([theirs(*one) for one in zip(x, graphs, *more, strict=True)])
+    torch.testing.assert_close(torch.vmap(ours)(x, graphs, *more), want)
 
 
 def pair(name: str, **more: Any) -> tuple[Any, Any]:
