@@ -16,7 +16,7 @@ from insum_nn.version import __version__
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Leave out Inductor, which compiles for seconds, and keep to folders of the test's own."""
+    """Leave out C, which is compiled for seconds, and keep to folders of the test's own."""
     hints = {"backend": Literal["auto", "eager", "triton"]}
     monkeypatch.setattr(report, "get_type_hints", lambda _: hints)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -90,7 +90,7 @@ def test_every_backend_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert report.main() == 0
     for backend, _ in tried:
         Options(backend=backend)
-    assert {backend for backend, _ in tried} >= {"auto", "eager", "inductor", "triton"}
+    assert {backend for backend, _ in tried} >= {"auto", "c", "eager", "triton"}
     assert {"cpu"} <= {device for _, device in tried}
 
 

@@ -3,20 +3,12 @@
 Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 6.6 and figure 13: a 4096 x 4096 matrix, 90 % of
 its 32 x 32 blocks zero, times a 4096 x 4096 dense matrix. The steps, each on top of the one before:
 
-    insum_nn/coo            C[Row[p],n] += Val[p] * B[Col[p],n]                    Inductor, native matmul off
+    insum_nn/coo            C[Row[p],n] += Val[p] * B[Col[p],n]
     insum_nn/group          C[Row[g],n] += Val[g,q] * B[Col[g,q],n]                groups of 16
     insum_nn/block_group    C[Row[g],a,n] += Val[g,q,a,b] * B[Col[g,q],b,n]        blocks of 32 x 32, groups of 4
-    insum_nn/native_matmul  the same with gather, `tl.dot` and scatter in one kernel
 
-`insum_nn` alone is what a user gets: the group size by the rule, all options at their defaults.
-
-The figure's last step, lazy broadcasting, has no bar of its own here, because torch has no switch for it. The step
-keeps each loop index one-dimensional until an operand needs it wider, so that operands are loaded in the layout that
-`tl.dot` asks for. torch took in the native matmul (`triton.native_matmul`) together with the record of each Triton
-variable's block shape that lazy broadcasting rests on, but up to 2.13 its kernels still broadcast every index up front
-to an axis of its own; before a dot they reshape each operand to two dimensions, transpose the right one, and fix the
-batch block at 1 to keep the dot two-dimensional. A note in the generator says that this reshaping is to go once lazy
-broadcasting arrives. `insum_nn/native_matmul` therefore corresponds to the figure's last bar but one.
+`insum_nn` alone is what a user gets: the group size by the rule. Each statement is one generated kernel, so that the
+figure's last steps, which fuse what Inductor made of the statement, have no bar of their own.
 """
 
 from __future__ import annotations
@@ -26,14 +18,12 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.registry import Floor, Problem, Setting, Unavailable, Work, case
-from insum_nn import Options
 from insum_nn.formats import COO, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
 from insum_nn.ops import spmm
 
 __all__ = ["ablation_block_spmm", "ablation_spmm"]
 
 TESTS = ("tests/ops/test_spmm.py",)
-PLAIN = Options(native_matmul=False)
 
 # Relative to the largest element. Halves: one rounding of the result (4.9e-4) and, where a block product leaves the
 # kernel that sums it, one of each partial sum. float32: sums of a few hundred terms.
@@ -45,16 +35,16 @@ def _problem(
     matrix: torch.Tensor,
     columns: int,
     stored: int,
-    formats: dict[str, tuple[Callable[[], SparseFormat], Options]],
+    formats: dict[str, Callable[[], SparseFormat]],
     baseline: tuple[str, Callable[[], torch.Tensor]],
 ) -> Problem:
     """One matrix in several formats against a dense product and one of torch's sparse layouts."""
     rows, cols = matrix.shape
     dense = torch.randn(cols, columns, generator=setting.generator(), device=setting.device).to(matrix.dtype)
 
-    def ours(build: Callable[[], SparseFormat], options: Options) -> Work:
+    def ours(build: Callable[[], SparseFormat]) -> Work:
         sparse = build()
-        return Work(lambda: spmm(sparse, dense, options=options))
+        return Work(lambda: spmm(sparse, dense))
 
     def theirs() -> Work:
         if setting.device.type == "cpu" and matrix.dtype == torch.float16:
@@ -67,7 +57,7 @@ def _problem(
         return Work(lambda: left @ right)
 
     size = matrix.element_size()
-    providers = {name: (lambda b=build, o=options: ours(b, o)) for name, (build, options) in formats.items()}
+    providers = {name: (lambda b=build: ours(b)) for name, build in formats.items()}
     return Problem(
         providers={**providers, "torch_dense": lambda: Work(lambda: matrix @ dense), baseline[0]: theirs},
         oracle=exact,
@@ -78,7 +68,7 @@ def _problem(
 
 @case("ablation_block_spmm", tests=TESTS, sparsity=(0.5, 0.8, 0.9, 0.95, 0.99), dtype=("float16", "float32"))
 def ablation_block_spmm(setting: Setting, *, sparsity: float, dtype: str) -> Problem:
-    """4096 x 4096 of 32 x 32 blocks, times 4096 columns: COO, + group, + block, + native matmul; dense and BSR."""
+    """4096 x 4096 of 32 x 32 blocks, times 4096 columns: COO, + group, + block; dense and BSR."""
     grid, block, columns = (5, 32, 48) if setting.tiny else (128, 32, 4096)
     kind = getattr(torch, dtype)
     generator = setting.generator()
@@ -94,16 +84,15 @@ def ablation_block_spmm(setting: Setting, *, sparsity: float, dtype: str) -> Pro
     def blocks(group_size: int) -> SparseFormat:
         return BlockGroupCOO.from_dense(matrix, block_shape=shape, group_size=group_size, mask=mask)
 
-    formats: dict[str, tuple[Callable[[], SparseFormat], Options]] = {
-        "insum_nn/block_group": (lambda: blocks(4), PLAIN),
-        "insum_nn/native_matmul": (lambda: blocks(4), Options()),
-        "insum_nn": (lambda: BlockGroupCOO.from_dense(matrix, block_shape=shape, mask=mask), Options()),
+    formats: dict[str, Callable[[], SparseFormat]] = {
+        "insum_nn/block_group": lambda: blocks(4),
+        "insum_nn": lambda: BlockGroupCOO.from_dense(matrix, block_shape=shape, mask=mask),
     }
     # A multiply and an atomic addition per scalar entry and column: minutes rather than milliseconds below 90 %.
     if sparsity >= 0.9 or setting.tiny:
-        scalar: dict[str, tuple[Callable[[], SparseFormat], Options]] = {
-            "insum_nn/coo": (lambda: COO.from_dense(matrix), PLAIN),
-            "insum_nn/group": (lambda: GroupCOO.from_dense(matrix, group_size=16), PLAIN),
+        scalar: dict[str, Callable[[], SparseFormat]] = {
+            "insum_nn/coo": lambda: COO.from_dense(matrix),
+            "insum_nn/group": lambda: GroupCOO.from_dense(matrix, group_size=16),
         }
         formats = {**scalar, **formats}
     baseline = (
@@ -122,10 +111,10 @@ def ablation_spmm(setting: Setting, *, sparsity: float, columns: int, dtype: str
     mask = torch.rand(size, size, generator=generator, device=setting.device) >= sparsity
     mask[0, 0] = True
     matrix = torch.randn(size, size, generator=generator, device=setting.device).to(kind) * mask
-    formats: dict[str, tuple[Callable[[], SparseFormat], Options]] = {
-        "insum_nn/coo": (lambda: COO.from_dense(matrix, mask=mask), PLAIN),
-        "insum_nn/group": (lambda: GroupCOO.from_dense(matrix, group_size=16, mask=mask), PLAIN),
-        "insum_nn": (lambda: GroupCOO.from_dense(matrix, mask=mask), Options()),
+    formats: dict[str, Callable[[], SparseFormat]] = {
+        "insum_nn/coo": lambda: COO.from_dense(matrix, mask=mask),
+        "insum_nn/group": lambda: GroupCOO.from_dense(matrix, group_size=16, mask=mask),
+        "insum_nn": lambda: GroupCOO.from_dense(matrix, mask=mask),
     }
     baseline = ("torch_csr", lambda: COO.from_dense(matrix, mask=mask).to_torch(torch.sparse_csr))
     return _problem(setting, matrix, columns, int(mask.sum()), formats, baseline)

@@ -20,15 +20,13 @@ class Options:
 
     Attributes:
         backend: `"auto"` follows a rule; `"c"` compiles a C function, on a CPU, before it runs; `"eager"` runs the plan
-            with torch's library calls; `"inductor"` compiles it with TorchInductor; `"triton"` generates a Triton
-            kernel.
+            with torch's library calls; `"triton"` generates a Triton kernel.
         deterministic: only ways of combining that give the same bits at every run, on one machine with one setting of
             `torch.set_num_threads`. On a CPU, sums over entries of index tensors give the same bits with any number of
             threads. Dense products and sums over whole axes are divided among threads by a library: with another number
             a cell that sums n terms may differ by 2 n eps (sum of the terms' absolute values), eps that of the dtype.
         validate: read every index tensor again at each call, builders' facts included, and forget what was kept of it.
             That is how writes are seen that torch does not count: through `.data`, a NumPy array or DLPack.
-        native_matmul: let Inductor fuse gather, `tl.dot` and scatter into one kernel (on a GPU only).
         specialize: compile GPU kernels for the extents of dense feature axes and group slots, which belong to a
             model; sizes of the data are never fixed. `False` fixes nothing.
         order: `"cost"` picks the cheapest order of pairwise products; `"left"` keeps the written order.
@@ -43,10 +41,9 @@ class Options:
             similar one, here or by the package, else the default. See `insum_nn.schedules`.
     """
 
-    backend: Literal["auto", "c", "eager", "inductor", "triton"] = "auto"
+    backend: Literal["auto", "c", "eager", "triton"] = "auto"
     deterministic: bool = False
     validate: bool = False
-    native_matmul: bool = True
     specialize: bool = True
     order: Literal["cost", "left"] = "cost"
     accumulate: Literal["float32", "storage"] = "float32"
@@ -55,7 +52,7 @@ class Options:
 
     def __post_init__(self) -> None:
         allowed = {
-            "backend": ("auto", "c", "eager", "inductor", "triton"),
+            "backend": ("auto", "c", "eager", "triton"),
             "order": ("cost", "left"),
             "accumulate": ("float32", "storage"),
             "precision": ("auto", "ieee", "tf32", "tf32x3"),

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,15 +19,13 @@ import insum_nn
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
 from insum_nn.compiler import api
 from insum_nn.compiler.api import compile_built
-from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.kernels import c_structures
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.runtime import artifact, dispatch, execution
-from insum_nn.compiler.runtime.library import fixed_extents, inductor_program
-from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
+from insum_nn.compiler.runtime.library import fixed_extents
 from insum_nn.errors import InsumNameError, InsumRangeError
 from insum_nn.facts import StaticTable
 
@@ -77,39 +74,6 @@ def test_twenty_sizes_of_a_gradient_are_planned_once():
     assert cache_info().misses == 3
 
 
-@pytest.mark.compile
-def test_twenty_sizes_are_compiled_once_by_inductor(monkeypatch: pytest.MonkeyPatch):
-    compiled: list[object] = []
-    standalone = inductor._standalone
-
-    def counted(*arguments: object) -> object:
-        compiled.append(arguments)
-        return standalone(*arguments)
-
-    monkeypatch.setattr(inductor, "_standalone", counted)
-    for size in SIZES:
-        check(*size, Options(backend="inductor"))
-    assert len(compiled) == 1
-    assert cache_info().misses == 1
-
-
-def test_variants_of_a_compiled_graph_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    """Where Inductor assumes a call's own sizes, each has a variant."""
-
-    def compile_graph(graph: Any, bound: object, options: object, integers: object, tensors: Any, _: object) -> object:
-        (size,) = tensors[0].shape
-        return inductor.Compiled(lambda _, *args: graph.forward(*args), ((0, 0),), lambda n: n == size)
-
-    monkeypatch.setattr(inductor, "compile_graph", compile_graph)
-    for size in range(2, 30):
-        x = torch.randn(size)
-        assert torch.equal(insum("y[i] += x[i] * x[i]", x=x, options=Options(backend="inductor")), x * x)
-    (program,) = [each.run for each in execution._cache.values()]
-    assert isinstance(program, InductorProgram)
-    assert len(program.variants) == inductor_program._MOST
-    assert program.variants[0].fits([torch.ones(29)])
-
-
 def test_what_tells_programs_apart():
     x, E = torch.ones(3), torch.tensor([0, 1, 2])
     variants = [
@@ -142,8 +106,7 @@ def test_what_tells_compiled_programs_apart(monkeypatch: pytest.MonkeyPatch):
         bound = bind(statement, tensors, None)
         ordered = [tensors[name] for name in bound.layout.tensors]
         extents = resolve_extents(statement, ordered, None, {}, None)
-        for backend in ("eager", "inductor"):
-            execution.from_graph(bound, ordered, extents, options, backend, "")
+        execution.from_graph(bound, extents, options, "")
         for static in tables:
             execution.Executables(bound, options, static)._generated(extents)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from benchmarks.registry import Setting, load
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, compile, insum
-from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.epilogue import Epilogue
@@ -25,7 +24,6 @@ from insum_nn.compiler.schedule import database, tune
 from insum_nn.compiler.schedule.canonical import canonical, canonical_key, canonical_tables, named_as
 from insum_nn.compiler.schedule.select import Measurement
 from insum_nn.compiler.schedule.space import Schedule
-from insum_nn.errors import InsumBackendError
 from insum_nn.facts import StaticTable
 from insum_nn.testing.random_programs import random_program
 from tests.compiler.interpreted import interpreter
@@ -216,23 +214,6 @@ def test_explain_speaks_in_the_names_of_its_statement():
         if "Cell" in decided[0] or "T[" in decided[0]:
             assert "X[" in decided[0]
             assert "X1[" in decided[1]
-
-
-def test_errors_name_the_caller_s_symbols(monkeypatch: pytest.MonkeyPatch):
-    """A program that cannot be compiled is shared too, and says so to each of its users."""
-
-    def refuse(*_: object) -> object:
-        raise RuntimeError("no C++ compiler")
-
-    monkeypatch.setattr(inductor, "_standalone", refuse)
-    for text, name in (("never[i] += W[i] * 19", "W"), ("w[never] += once[never] * 19", "once")):
-        with pytest.raises(InsumBackendError) as caught:
-            insum(text, tensors={name: torch.ones(3)}, options=Options(backend="inductor"))
-        assert caught.value.expression == text
-        assert text in str(caught.value)
-        assert "out[" not in str(caught.value)
-        assert isinstance(caught.value.__cause__, RuntimeError)
-    assert cache_info().misses == 1
 
 
 # Schedules.

@@ -661,21 +661,6 @@ def test_no_entry_is_read_where_the_loop_nest_is_empty():
     assert got.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_backend_error(monkeypatch: pytest.MonkeyPatch, golden: Golden):
-    """A backend that is requested by name and fails raises; it is not replaced silently."""
-    from insum_nn.compiler.codegen import inductor
-
-    def broken(*arguments: object, **named: object) -> object:
-        raise RuntimeError("no C++ compiler")
-
-    monkeypatch.setattr(inductor, "_trace", broken)
-    insum_nn.clear_cache()
-    with pytest.raises(InsumBackendError) as info:
-        insum("never_on_disk[i] += x[i] * 17", x=torch.ones(3), options=Options(backend="inductor"))
-    assert isinstance(info.value.__cause__, RuntimeError)
-    golden("errors_of_backends/inductor", f"{type(info.value).__name__}: {info.value}")
-
-
 @pytest.mark.parametrize(("name", "value"), [("backend", "cuda"), ("order", "best"), ("accumulate", "float64")])
 def test_options_are_checked(name: str, value: str):
     with pytest.raises(ValueError, match=f"Options.{name} is '{value}'; expected one of '"):

@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from insum_nn.compiler.api import compile
-from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.explain.html import Section, Table, page
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.forms.nest import Source
@@ -30,7 +29,6 @@ from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.runtime.execution import Executable, clear_cache, in_names_of
 from insum_nn.compiler.schedule.space import Schedule
-from insum_nn.errors import InsumBackendError
 from insum_nn.facts import IndexFacts
 from tests.compiler.interpreted import interpreter  # noqa: F401
 from tests.golden_fixture import Golden
@@ -446,78 +444,6 @@ def test_steps_are_the_launches_of_a_call(name: str, monkeypatch: pytest.MonkeyP
     assert [texts[each] for each in launched] == [source.text for source in made.sources]
     said = {operator for words, operator in OPERATORS.items() if any(words in step for step in made.steps)}
     assert said == recorder.seen & {*OPERATORS.values()}
-
-
-def inductor_spmm() -> Explanation:
-    return compile("C[Row[p],n] += Val[p] * B[Col[p],n]", options=Options(backend="inductor")).explain(
-        Row=INDEX([0, 2, 3]), Col=INDEX([0, 1, 1]), Val=torch.rand(3), B=torch.rand(4, 5), out_shape=(4, None)
-    )
-
-
-def test_inductor_compiles_once_for_the_kernel_source(monkeypatch):
-    calls: list[tuple[Any, ...]] = []
-
-    def answer(*args: Any) -> list[str]:
-        calls.append(args)
-        return ["the <kernel>"]
-
-    monkeypatch.setattr(inductor, "kernel_sources", answer)
-    explanation = inductor_spmm()
-    assert "the <kernel>" not in str(explanation)
-    assert calls == []
-    assert explanation.kernel_source() == "the <kernel>"
-    assert explanation.kernel_source() == "the <kernel>"
-    ((_, bound, options, integers, tensors, initial),) = calls
-    assert bound.statement == explanation.statement
-    assert options == explanation.options
-    assert integers == [("output_extent_0", 4)]
-    assert [tuple(t.shape) for t in tensors] == [(3,), (3,), (4, 5), (3,)]
-    assert [t.dtype for t in tensors] == [torch.int64, torch.float32, torch.float32, torch.int64]
-    assert initial is None
-    assert "the <kernel>" in str(explanation)
-    assert "the &lt;kernel&gt;" in explanation.html()
-    assert pickle.loads(pickle.dumps(explanation)).kernel_source() == "the <kernel>"
-    assert len(calls) == 1
-
-
-def test_an_unavailable_kernel_source_raises(monkeypatch):
-    def fail(*_: object) -> list[str]:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(inductor, "kernel_sources", fail)
-    with pytest.raises(InsumBackendError, match=r"no kernel source for 'C\[Row\[p\],n\] .*RuntimeError: no compiler"):
-        inductor_spmm().kernel_source()
-
-
-@pytest.mark.compile
-def test_inductor_writes_a_kernel():
-    explanation = pickle.loads(pickle.dumps(inductor_spmm()))
-    source = explanation.kernel_source()
-    assert "cpp_fused" in source
-    assert 'extern "C"' in source
-    assert all(line.rstrip() in str(explanation) for line in source.split("\n"))
-
-
-def test_inductor_writes_triton(gpu):
-    tensors = {
-        "Row": torch.tensor([0, 2, 3], device=gpu),
-        "Col": torch.tensor([0, 1, 1], device=gpu),
-        "Val": torch.rand(3, device=gpu),
-        "B": torch.rand(4, 5, device=gpu),
-    }
-    statement = "C[Row[p],n] += Val[p] * B[Col[p],n]"
-    inductor = compile(statement, options=Options(backend="inductor")).explain(tensors=tensors, out_shape=(4, None))
-    assert inductor.backend == "inductor"
-    source = inductor.kernel_source()
-    assert source is not None
-    assert "tl.atomic_add" in source
-    generated = compile(statement).explain(tensors=tensors, out_shape=(4, None))
-    assert generated.backend == "triton"
-    source = generated.kernel_source()
-    assert source is not None
-    assert "@triton.jit" in source
-    assert all(line in str(generated) for line in source.splitlines() if line)
-    assert "own: " in str(generated)
 
 
 # The page -----------------------------------------------------------------------------------------------------

@@ -134,11 +134,6 @@ def test_random_programs(gpu: torch.device, number: int):
     options = Options(tune=False, deterministic=number % 3 == 0, precision="ieee")
     for seed in range(50 * number, 50 * (number + 1)):
         program = moved(random_program(seed), gpu, dtype)
-        if parse(program.expression).operator in ("max=", "min=") and not options.deterministic:
-            # These go through Inductor, whose own tests compile them.
-            options = replace(options, backend="eager")
-        else:
-            options = replace(options, backend="auto")
         assert_close_to_reference(program, run(program, options))
 
 

@@ -95,10 +95,3 @@ def test_operators_on_formats():
         matrix = COO.from_coo(torch.stack([INDEX["Row"], INDEX["Col"]]), val, (4, 5))
         for _ in range(2):
             torch.testing.assert_close(spmm(matrix, dense, options=options), product(val, dense))
-
-
-@pytest.mark.compile
-def test_inductor():
-    dense = lazy(5, 2, seed=1)
-    got = insum("s[n] += B[i,n]", B=dense, options=Options(backend="inductor"))
-    torch.testing.assert_close(got, dense.sum(0))

@@ -465,33 +465,3 @@ def test_a_static_entry_of_minus_one_is_not_unrolled(interpreter: None):
     source = str(program.explain(x=x, **tensors)).split("kernel source")[1]
     assert source.count("tl.load") == 2
     assert ">= 0" not in source
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize(
-    ("expression", "tensors", "shape"),
-    [
-        (
-            "C[Row[g],n] += Val[g,q] * B[Col[g,q],n]",
-            {"Row": torch.tensor([0, 2, 2]), "Col": torch.tensor([[0, -1], [1, 2], [-1, -1]])},
-            (3, None),
-        ),
-    ],
-)
-def test_the_graph_still_fuses(expression: str, tensors: dict[str, Tensor], shape: tuple[int | None, ...]):
-    """Masks are part of the one kernel that gathers, multiplies and scatters: as many kernels as without them."""
-    from torch._inductor import metrics
-
-    dense = {"Val": torch.tensor([[1, NAN], [2, 3], [INF, NAN]]), "B": torch.randn(3, 8)}
-    counts: list[int] = []
-    for full in (False, True):
-        named = {**tensors, "Col": tensors["Col"].clamp(min=0)} if full else dict(tensors)
-        insum_nn.clear_cache()
-        torch._dynamo.reset()
-        metrics.reset()
-        program = insum_nn.compile(expression, out_shape=shape, options=Options(backend="inductor"))
-        got = program(**named, **dense)
-        counts.append(metrics.generated_kernel_count)
-        if not full:
-            torch.testing.assert_close(got.double(), program.reference(**named, **dense))
-    assert counts[0] == counts[1] > 0

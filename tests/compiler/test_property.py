@@ -215,15 +215,6 @@ def gradients(program: RandomProgram, options: Options) -> list[Tensor]:
 COMPILED = (7, 31, 44, 64, 138, 189, 245)
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("seed", COMPILED)
-def test_values_through_inductor_on_the_cpu(seed: int):
-    program = random_program(seed, max_size=4)
-    insum_nn.clear_cache()
-    assert_close_to_reference(program, run(program, Options(backend="inductor")))
-    assert insum_nn.cache_info().size == 1, "an empty loop nest compiles nothing: choose another seed"
-
-
 @pytest.mark.parametrize("number", range(6))
 def test_values_on_the_gpu(gpu: torch.device, number: int):
     """300 programs, eager."""
@@ -232,16 +223,3 @@ def test_values_on_the_gpu(gpu: torch.device, number: int):
         got = run(there, Options(backend="eager", deterministic=number % 2 == 0))
         assert got.device.type == "cuda" or not there.tensors
         assert_close_to_reference(program, got)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_values_and_gradients_through_inductor_on_the_gpu(gpu: torch.device, seed: int):
-    """Half of them in float64, half in float32, which `tl.dot` takes."""
-    dtype = torch.float64 if seed % 2 else torch.float32
-    program = moved(random_program(seed, max_size=4, profile="full" if seed % 3 else "smooth"), gpu, dtype)
-    compiled = Options(backend="inductor")
-    assert_close_to_reference(program, run(program, compiled))
-    here = moved(program, torch.device("cpu"), torch.float64)
-    tolerance = {"rtol": 1e-9, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
-    for got, want in zip(gradients(program, compiled), gradients(here, Options(backend="eager")), strict=True):
-        torch.testing.assert_close(got.double().cpu(), want, **tolerance, msg=lambda m: f"{program.expression}\n{m}")

@@ -18,7 +18,7 @@ from tests.layers.every_layer import EVERY_LAYER, OF_E3NN_IN_GRAPHS, with_parame
 from tests.source_tree import package_modules
 
 # Nothing of it is a default, and no library product takes the place of a statement.
-CHOSEN = Options(backend="eager", deterministic=True, native_matmul=False, specialize=False, order="left", tune=False)
+CHOSEN = Options(backend="eager", deterministic=True, specialize=False, order="left", tune=False)
 
 Run = Callable[..., Tensor]
 Values = tuple[Tensor, ...]

@@ -187,14 +187,6 @@ def test_options(options):
     assert_matches(block_linear(x, weight, options=options), x @ weight.to_dense().T, dtype=torch.float64, kind="sum")
 
 
-@pytest.mark.compile
-def test_inductor():
-    weight = block_weight((13, 21, (4, 5), 0.5), torch.float32)
-    x = torch.randn(3, 21)
-    ours = block_linear(x, weight, options=Options(backend="inductor"))
-    assert_matches(ours, x.double() @ weight.to_dense().T.double(), dtype=torch.float32, kind="sum")
-
-
 @pytest.mark.library_calls
 @pytest.mark.parametrize("density", [0.01, 0.5])
 def test_single_numbers_are_a_plain_sparse_matrix(density: float):

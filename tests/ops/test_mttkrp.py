@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import COO, ELL, BlockCOO, GroupCOO, SparseFormat
 from insum_nn.ops import mttkrp, mttkrp_expression
@@ -89,14 +88,6 @@ def test_finite_differences(entry: Entry):
         lambda values, a, b: mttkrp(tensor.with_values(values), [a, None, b], 1),
         [tensor.values, torch.randn(3, 2), torch.randn(2, 2)],
     )
-
-
-@pytest.mark.compile
-def test_inductor():
-    tensor = GroupCOO.from_dense(sparse_dense((5, 6, 4)), group_size=2)
-    factors = [None, torch.randn(6, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
-    compiled = mttkrp(tensor, factors, 0, options=Options(backend="inductor"))
-    assert_matches(compiled, dense_mttkrp(tensor.to_dense(), factors[1:], 0), dtype=torch.float64, kind="sum")
 
 
 @pytest.mark.gpu

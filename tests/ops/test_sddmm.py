@@ -105,14 +105,6 @@ def test_backends_agree(entry: Entry):
         assert_matches(sddmm(pattern, a, b, options=options).values, chosen, dtype=torch.float64, kind="sum")
 
 
-@pytest.mark.compile
-def test_inductor():
-    pattern = GroupCOO.from_dense(sparse_dense((13, 11)), group_size=3)
-    a, b = torch.randn(13, 3, dtype=torch.float64), torch.randn(3, 11, dtype=torch.float64)
-    compiled = sddmm(pattern, a, b, options=Options(backend="inductor"))
-    assert_matches(compiled.to_dense(), pattern.to_dense() * (a @ b), dtype=torch.float64, kind="sum")
-
-
 @pytest.mark.gpu
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

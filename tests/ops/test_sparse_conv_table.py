@@ -196,7 +196,6 @@ def test_on_a_gpu_the_table_is_used_where_kernels_are_generated(gpu, monkeypatch
         (Options(), TABLE),
         (TRITON, TABLE),
         (EAGER, SPARSE_CONV),
-        (Options(backend="inductor"), SPARSE_CONV),
     ):
         assert sparse_conv_expression(device=gpu, options=options) == want
         (call,) = statement_calls(lambda: sparse_conv(features, weight, near, options=options))  # noqa: B023

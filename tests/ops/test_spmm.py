@@ -242,15 +242,6 @@ def test_backends_agree(entry: Entry):
         assert_matches(spmm(matrix, dense, options=options), chosen, dtype=torch.float64, kind="sum")
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("name", ["group-3", "block-group-2"])
-def test_inductor(name: str):
-    matrix = next(e for e in REGISTRY if e.name == name).from_dense(sparse_dense((13, 11)))
-    dense = torch.randn(11, 3, dtype=torch.float64)
-    compiled = spmm(matrix, dense, options=Options(backend="inductor"))
-    assert_matches(compiled, matrix.to_dense() @ dense, dtype=torch.float64, kind="sum")
-
-
 @pytest.mark.gpu
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

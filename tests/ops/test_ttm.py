@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import insum_nn
-from insum_nn import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.formats import COO, ELL, BlockCOO, GroupCOO, SparseFormat
 from insum_nn.ops import ttm, ttm_expression
@@ -70,14 +69,6 @@ def test_finite_differences(entry: Entry):
     tensor = entry.from_dense(sparse_dense((3, 4, 2), density=0.5))
     run = lambda values, u: ttm(tensor.with_values(values), u, 1)  # noqa: E731
     assert_gradients(run, [tensor.values, torch.randn(4, 2)])
-
-
-@pytest.mark.compile
-def test_inductor():
-    tensor = GroupCOO.from_dense(sparse_dense((5, 6, 4)), group_size=2)
-    matrix = torch.randn(4, 3, dtype=torch.float64)
-    compiled = ttm(tensor, matrix, 2, options=Options(backend="inductor"))
-    assert_matches(compiled, tensor.to_dense() @ matrix, dtype=torch.float64, kind="sum")
 
 
 @pytest.mark.gpu

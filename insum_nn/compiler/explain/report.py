@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.explain.html import Section, Table, page, panel
 from insum_nn.compiler.explain.library import torch_code
 from insum_nn.compiler.explain.loop_nest import (
@@ -34,9 +33,6 @@ from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import Executable
-from insum_nn.compiler.runtime.library.inductor_program import split_arguments
-from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of
-from insum_nn.errors import InsumBackendError
 from insum_nn.facts import IndexFacts
 
 __all__ = ["Decision", "Explanation", "ExtentSource", "TensorRow", "explain_program"]
@@ -83,15 +79,14 @@ class Explanation:
         extents: the extent of each index and of each output axis that no index names, with its source.
         output_shape: shape of the result; `None` when only the text is explained.
         tensors: the tensors read, and the initial value where there is one.
-        backend: `"c"`, `"eager"`, `"inductor"` or `"triton"`; `None` without tensors, and for a call without a term.
+        backend: `"c"`, `"eager"` or `"triton"`; `None` without tensors, and for a call without a term.
         reason: why this backend, or why there is no program.
-        torch_code: the library calls that run, or that Inductor compiles. For a C function it shows what a call does
-            around it, by names of the package, and does not run by itself. `None` for Triton's kernels.
+        torch_code: the library calls that run. For a C function it shows what a call does around it, by names of the
+            package, and does not run by itself. `None` for Triton's kernels.
         steps: what a call of generated kernels launches, in order.
         parts: of a statement that runs as several, what becomes of each.
         schedule: how a call is carried out.
         compile_seconds: time spent on planning, lowering and compiling this program.
-        compiled: the first call compiles nothing.
         call_seconds: median time of a call, where it was measured.
 
     >>> from insum_nn.compiler.api import compile
@@ -115,10 +110,8 @@ class Explanation:
     parts: tuple[Explanation, ...] = ()
     schedule: str | None = None
     compile_seconds: float | None = None
-    compiled: bool = True
     call_seconds: float | None = None
     _bound: Bound | None = field(default=None, repr=False)
-    _sizes: Extents | None = field(default=None, repr=False)
     _sources: list[str] = field(default_factory=list[str], compare=False, repr=False)
     _choices: tuple[Decision, ...] = ()
 
@@ -139,36 +132,10 @@ class Explanation:
         return {row.name: row.facts for row in self.tensors if row.facts is not None}
 
     def kernel_source(self) -> str | None:
-        """Return the code that runs: C functions, generated kernels, Inductor's kernels, or torch calls.
-
-        `None` without a program.
-
-        Inductor compiles the graph once more, for the shapes of the call, the first time this is asked.
-
-        Raises:
-            InsumBackendError: Inductor, or the device that the explanation was made on, is not available here.
-        """
+        """Return the code that runs: C functions, generated kernels, or torch calls; `None` without a program."""
         if self.parts:
             return "\n\n".join(f"# {part.statement}\n{part.kernel_source()}" for part in self.parts)
-        if self.backend in ("c", "triton"):
-            return "\n\n".join(self._sources)
-        if self.backend != "inductor":
-            return self.torch_code
-        if not self._sources:
-            bound, extents = self._bound, self._sizes
-            assert bound is not None
-            assert extents is not None
-            graph = library_calls_of(bound, extents, self.options, compiled=True)
-            try:
-                tensors, integers, initial = split_arguments(bound, _stand_ins(bound, self.tensors, extents))
-                found = inductor.kernel_sources(graph, bound, self.options, integers, tensors, initial)
-            except Exception as error:
-                raise InsumBackendError(
-                    f"no kernel source for '{self.statement}': {type(error).__name__}: {error}",
-                    fix="ask on a machine with the call's device and a working compiler.",
-                ) from error
-            self._sources.extend(found)
-        return "\n\n".join(self._sources)
+        return "\n\n".join(self._sources) if self.backend in ("c", "triton") else self.torch_code
 
     def __str__(self) -> str:
         return "\n\n".join(section.text() for section in self.sections())
@@ -244,9 +211,6 @@ class Explanation:
             sections.append(Section(title, code=self.torch_code, folded=True))
         if self._sources:
             sections.append(Section("kernel source", code="\n\n".join(self._sources), folded=True))
-        elif self.backend == "inductor":
-            note = "written by Inductor from the torch code; kernel_source() compiles once more and shows it"
-            sections.append(Section("kernel source", note=note))
         return sections
 
     def _extent_table(self) -> Table:
@@ -268,8 +232,7 @@ class Explanation:
     def _timing(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("schedule", self.schedule or "")]
         if self.compile_seconds is not None:
-            rest = "" if self.compiled else "; Inductor compiles at the first call"
-            rows.append(("compiled in" if self.compiled else "planned in", f"{_seconds(self.compile_seconds)}{rest}"))
+            rows.append(("compiled in", _seconds(self.compile_seconds)))
         if self._bound is not None and self._bound.static:
             fixed = ", ".join(f"{name} = {extent}" for name, extent in self._bound.static)
             rows.append(("compiled for", f"{fixed}; every other extent may change"))
@@ -347,10 +310,8 @@ def explain_program(
         steps=runs.steps,
         schedule=runs.schedule,
         compile_seconds=program.compile_seconds if program is not None else None,
-        compiled=program is None or program.warm or program.backend != "inductor",
         call_seconds=seconds,
         _bound=bound,
-        _sizes=extents,
         _sources=[source.text.strip() for source in runs.sources],
         _choices=tuple(Decision(*row) for row in runs.choices),
     )
@@ -364,7 +325,7 @@ def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor],
     if library is None:
         assert isinstance(program.run, Generated)
         return program.run.described(tensors, extents, initial)
-    schedule = f"{'kernels' if program.backend == 'inductor' else 'library calls'} over the whole index space"
+    schedule = "library calls over the whole index space"
     return Description(schedule, choices=tuple(library.decisions), torch_code=torch_code(program.bound, library))
 
 
@@ -392,17 +353,6 @@ def _tensor_rows(
 
 def _described(row: TensorRow, tensor: Tensor, facts: IndexFacts | None) -> TensorRow:
     return TensorRow(row.name, row.kind, row.accesses, tuple(tensor.shape), tensor.dtype, str(tensor.device), facts)
-
-
-def _stand_ins(bound: Bound, rows: Sequence[TensorRow], extents: Extents) -> list[object]:
-    """Return arguments with the shapes of the call's, in the graph's order, that take no memory."""
-
-    def stand_in(row: TensorRow) -> Tensor:
-        assert row.shape is not None
-        return torch.zeros((), dtype=row.dtype, device=row.device).expand(row.shape)
-
-    count = len(bound.layout.tensors)
-    return [*map(stand_in, rows[:count]), *integers_of(bound, extents), *map(stand_in, rows[count:])]
 
 
 # Text.

@@ -61,7 +61,6 @@ def explain_call(
         parts=tuple(parts),
         schedule="one statement after the other",
         compile_seconds=sum(part.compile_seconds or 0.0 for part in parts),
-        compiled=all(part.compiled for part in parts),
         _choices=tuple(_choices(program, parts)),
     )
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.codegen import inductor
 from insum_nn.compiler.codegen.c import NotInC
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.forms.form import FormError
@@ -29,8 +28,7 @@ from insum_nn.compiler.runtime.backends import (
     require_compiler,
     require_triton,
 )
-from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents, fix_extents
-from insum_nn.compiler.runtime.library.inductor_program import InductorProgram
+from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
 from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
@@ -63,10 +61,10 @@ class Executable:
     Attributes:
         bound: the statement, with the extents that are compiled in.
         extents: the sizes of the call for which it was planned.
-        backend: `"c"`, `"eager"`, `"inductor"` or `"triton"`.
+        backend: `"c"`, `"eager"` or `"triton"`.
         reason: why this back end.
         run: what computes it.
-        compile_seconds: time of planning and lowering, and of the first call where that compiles.
+        compile_seconds: time of planning and lowering.
         library: the library calls; `None` for generated kernels.
     """
 
@@ -78,7 +76,6 @@ class Executable:
     run: Callable[..., Tensor] | Generated | CProgram
     compile_seconds: float
     library: CallGraph | None = None
-    warm: bool = False
 
     def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
         """Run on tensors in the layout's order."""
@@ -92,27 +89,16 @@ class Executable:
             options = self.options
 
             def library() -> Run:
-                other = from_graph(replace(self.bound, static=()), tensors, extents, options, "eager", self.reason)
+                other = from_graph(replace(self.bound, static=()), extents, options, self.reason)
                 return other.prepare(tensors, extents, initial)
 
             return self.run.serving(extents, library, wait=options.deterministic or options.backend == "c")
-        run = self._prepared(self.run, tensors, extents, initial)
+        run, arguments = self.run, integers_of(self.bound, extents)
         epilogue, dtype = self.bound.epilogue, self.bound.dtype
-        return (lambda tensors, initial: epilogue(run(tensors, initial), dtype)) if epilogue else run
-
-    def _prepared(
-        self, run: Callable[..., Tensor], tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
-    ) -> Run:
-        arguments = integers_of(self.bound, extents)
-        if isinstance(run, InductorProgram):
-            inductor_run = run
-            begin = time.perf_counter()
-            run = inductor_run.variant([*tensors, *arguments, *([] if initial is None else [initial])])
-            self.compile_seconds += 0.0 if self.warm else time.perf_counter() - begin
-            self.warm = True
 
         def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            return run(*tensors, *arguments) if initial is None else run(*tensors, *arguments, initial)
+            made = run(*tensors, *arguments) if initial is None else run(*tensors, *arguments, initial)
+            return epilogue(made, dtype) if epilogue else made
 
         return call
 
@@ -223,7 +209,7 @@ class Executables:
                 return found
             backend, reason = "eager", f"library calls, as C has no {found}"
         if backend != "triton":
-            return from_graph(self.own, tensors, extents, options, backend, reason)
+            return from_graph(self.own, extents, options, reason)
         if self.own.device_type != "cuda":
             require_triton(self.bound)
         try:
@@ -236,7 +222,7 @@ class Executables:
                     fix='choose Options(backend="auto").',
                 ) from error
             backend, reason = "eager", f"library calls, as there is no generated kernel: {error}"
-        return from_graph(self.own, tensors, extents, options, backend, reason)
+        return from_graph(self.own, extents, options, reason)
 
     def _in_c(self, extents: Extents) -> Executable | str:
         """The program of one C function, or why there is none.
@@ -298,22 +284,14 @@ class Executables:
         return _cached(key, build)
 
 
-def from_graph(
-    bound: Bound, tensors: Sequence[Tensor], extents: Extents, options: Options, backend: str, reason: str
-) -> Executable:
-    """The program of torch's library calls, or of Inductor."""
-    key = _library_key(bound, options, backend)
-    bound = without_unused_facts(bound)
-    if backend == "inductor":
-        bound = fix_extents(bound, extents, options)
-        precision = torch.get_float32_matmul_precision()
-        key = CacheKey((bound, options, backend, precision, inductor.size_class(bound, tensors, extents)))
-    return _cached(key, lambda: _build(bound, extents, options, backend, reason))
+def from_graph(bound: Bound, extents: Extents, options: Options, reason: str) -> Executable:
+    """The program of torch's library calls."""
+    return _cached(_library_key(bound, options), lambda: _build(without_unused_facts(bound), extents, options, reason))
 
 
 @lru_cache(maxsize=1024)
-def _library_key(bound: Bound, options: Options, backend: str) -> CacheKey:
-    return CacheKey((without_unused_facts(bound), options, backend))
+def _library_key(bound: Bound, options: Options) -> CacheKey:
+    return CacheKey((without_unused_facts(bound), options, "eager"))
 
 
 def _find(key: CacheKey) -> Executable | None:
@@ -356,13 +334,12 @@ def in_names_of(program: Executable, bound: Bound) -> Executable:
     if isinstance(program.run, CProgram):
         return replace(program, bound=own)
     own = without_unused_facts(own)
-    library = library_calls_of(own, program.extents, program.options, compiled=program.backend == "inductor")
+    library = library_calls_of(own, program.extents, program.options, compiled=False)
     return replace(program, bound=own, library=library)
 
 
-def _build(bound: Bound, extents: Extents, options: Options, backend: str, reason: str) -> Executable:
+def _build(bound: Bound, extents: Extents, options: Options, reason: str) -> Executable:
     begin = time.perf_counter()
-    library = library_calls_of(bound, extents, options, compiled=backend == "inductor")
-    run = InductorProgram(library, bound, options) if backend == "inductor" else library.forward
+    library = library_calls_of(bound, extents, options, compiled=False)
     seconds = time.perf_counter() - begin
-    return Executable(bound, extents, options, backend, reason, run, seconds, library)
+    return Executable(bound, extents, options, "eager", reason, library.forward, seconds, library)

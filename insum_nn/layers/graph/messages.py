@@ -70,6 +70,10 @@ def asks_for_messages(layer: Any, peer: type, aggregations: tuple[type, ...] = (
     return any([name in layer.__dict__ or getattr(kind, name) is not getattr(peer, name) for name in _METHODS])
 
 
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, np.integer) else value
+
+
 class MessageLayer(StatementLayer, pyg.MessagePassing):
     """A layer of PyTorch Geometric whose messages are summed by a statement, which forms none of them.
 
@@ -87,8 +91,8 @@ class MessageLayer(StatementLayer, pyg.MessagePassing):
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
         # What is no `int`, as NumPy's integers are none, torch_geometric takes for a pair of widths.
-        named = {name: int(value) if isinstance(value, np.integer) else value for name, value in kwargs.items()}
-        super().__init__(*(int(value) if isinstance(value, np.integer) else value for value in args), **named)
+        named: dict[str, Any] = {name: _plain(value) for name, value in kwargs.items()}
+        super().__init__(*map(_plain, args), **named)
         self.options = require_options(options)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -1,1 +1,1 @@
-"""Programs of library calls, run eagerly or compiled by Inductor."""
+"""Programs of library calls."""

@@ -1,4 +1,4 @@
-"""A statement as calls of torch's library, which run as they are or are compiled by Inductor."""
+"""A statement as calls of torch's library, which run as they are, or which torch records."""
 
 from __future__ import annotations
 
