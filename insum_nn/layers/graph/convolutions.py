@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import is_plain_eager
 from insum_nn.dtypes import wide_dtype
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.layers.graph.messages import COMBINES, MessageLayer, kept_edges, pyg
 from insum_nn.ops.statements import in_a_graph, promoted, run
 from insum_nn.structure.gcn_norm import gcn_norm
@@ -23,7 +23,7 @@ __all__ += ["APPNP", "GINConv", "GINEConv", "GatedGraphConv", "NNConv", "SAGECon
 
 # How many edges a node has, of weights that are 1.
 _COUNT = "N[I[e]] += W[e]"
-_FACTS = {name: IndexFacts(masked=False) for name in "IJ"}
+_FACTS = NamedFacts((name, IndexFacts(masked=False)) for name in "IJ")
 
 
 class _Convolution(MessageLayer):
