@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from operator import itemgetter
 from typing import Literal, cast
 
@@ -292,12 +291,16 @@ _SUBSCRIPTS: dict[IndexForm, dict[str, str]] = {"pairs": _PAIRS, "table": _TABLE
 _KNOWN: dict[IndexForm, NamedFacts] = {"pairs": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
 
 
-@lru_cache
-def _statement(kind: Kind, grouped: bool, form: IndexForm) -> tuple[str, tuple[str, ...]]:
-    """Return a statement, and its tensors as they are given: the operands, then the index tensors."""
-    subscripts = _INVERSE if (kind, form) == ("In", "table") else _SUBSCRIPTS[form]
-    names = (*["dOut" if name == "Out" else name for name in _OPERANDS[kind]], *_KNOWN[form])
-    return _TEXTS[kind].format(h="h," if grouped else "", **subscripts), names
+# Each statement, and its tensors as they are given: those of `_OPERANDS`, then the index tensors.
+_STATEMENTS: dict[tuple[Kind, bool, IndexForm], tuple[str, tuple[str, ...]]] = {
+    (kind, grouped, form): (
+        text.format(h="h," if grouped else "", **(_INVERSE if (kind, form) == ("In", "table") else subscripts)),
+        (*["dOut" if name == "Out" else name for name in _OPERANDS[kind]], *_KNOWN[form]),
+    )
+    for kind, text in _TEXTS.items()
+    for grouped in (False, True)
+    for form, subscripts in _SUBSCRIPTS.items()
+}
 
 
 def table_statement(*, groups: int = 1) -> str:
@@ -308,7 +311,7 @@ def table_statement(*, groups: int = 1) -> str:
     >>> table_statement(groups=2)
     'Out[Order[i],h,d] += In[Near[k,i],h,c] * W[h,d,k,c]'
     """
-    return _statement("Out", groups > 1, "table")[0]
+    return _STATEMENTS["Out", groups > 1, "table"][0]
 
 
 def _table_conv(
@@ -432,7 +435,7 @@ def _bound(kind: Kind, form: IndexForm, kernel_map: KernelMap, groups: int, opti
             keep_bitmasks(table.sorted_neighbours, table.words)
     else:
         indices = kernel_map.tensors
-    text, names = _statement(kind, groups > 1, form)
+    text, names = _STATEMENTS[kind, groups > 1, form]
     program = built_program(text, _KNOWN[form], options).unbound
     arrange = itemgetter(*map(names.index, program.names))
     return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape

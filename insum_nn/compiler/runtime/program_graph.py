@@ -101,7 +101,9 @@ class ProgramGraph:
             return None
         if torch._C._is_any_autocast_enabled() or torch._C._is_tracing():
             return None
-        if self.counts and any(t.is_floating_point() and t.dtype != torch.get_default_dtype() for t in named.values()):
+        # Statements refuse several.
+        dtypes = {tensor.dtype for tensor in named.values() if tensor.is_floating_point()}
+        if len(dtypes) > 1 or (self.counts and dtypes != {torch.get_default_dtype()}):
             return None
         tensors = [*map(same_views(named, self.indexed).__getitem__, self.inputs)]
         if not all(map(is_plain, tensors)):
