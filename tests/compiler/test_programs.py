@@ -393,6 +393,39 @@ def test_absent_cells():
     torch.testing.assert_close(empty, torch.tensor([1 + torch.tensor(2.0).log().item(), -torch.inf]))
 
 
+READ_AND_RETURNED: dict[str, tuple[str, Callable[[Tensor], tuple[Tensor, ...]]]] = {
+    "read later": ("a[i] += x[i]**2; b[i] += a[i] * x[i]; return a, b", lambda x: (x**2, x**3)),
+    "written twice": (
+        "a[i] = x[i]; a[i] += x[i]**2; b += a[i]**2; return a, b",
+        lambda x: (x + x**2, ((x + x**2) ** 2).sum()),
+    ),
+    "read without a gradient": (
+        "a[i] += x[i]**2; b[i] += detach(a[i]) * x[i]; return b, a",
+        lambda x: (x.detach() ** 2 * x, x**2),
+    ),
+}
+
+
+@pytest.mark.parametrize("extent", [0, 1, 5])
+@pytest.mark.parametrize("name", READ_AND_RETURNED)
+@pytest.mark.parametrize("route", ["library", pytest.param("c", marks=pytest.mark.c)])
+def test_results_that_statements_read(name: str, extent: int, route: str):
+    """The gradient of a result is what the caller does with it and what later statements do."""
+    text, want = READ_AND_RETURNED[name]
+    tensors = {"x": real(extent)}
+    run = lambda t: insum(text, tensors=t)  # noqa: E731
+    assert_same(orders(run, tensors), orders(lambda t: want(t["x"]), tensors))  # type: ignore[arg-type]
+    x = tensors["x"].clone().requires_grad_()
+    for result, expected in zip(run({"x": x}), want(x), strict=True):
+        (got,) = torch.autograd.grad(result.sum(), [x], retain_graph=True)
+        (of_torch,) = torch.autograd.grad(expected.sum(), [x])
+        assert_matches(got, of_torch, dtype=torch.float64, kind="gradient")
+
+
+def test_a_program_without_tensors():
+    assert insum("a += 1; b += a * 2; return a, b", tensors={}) == (1, 2)
+
+
 def test_initial_values():
     x, start = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 7.0])
     leaf = start.clone().requires_grad_()

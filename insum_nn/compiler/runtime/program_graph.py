@@ -64,7 +64,7 @@ class ProgramGraph:
     """
 
     def __init__(self, inputs: Sequence[str], specs: Sequence[Spec], results: Sequence[str]) -> None:
-        self.inputs, self.number = tuple(inputs), next(_numbers)
+        self.inputs, self.name = tuple(inputs), ("program", next(_numbers))
         self.written = tuple(dict.fromkeys(spec.statement.output.name for spec in specs))
         self.results = tuple(map(self.written.index, results))
         self.indexed = tuple(dict.fromkeys(name for spec in specs for name in spec.statement.index_tensors()))
@@ -195,7 +195,7 @@ class _Recorded(torch.autograd.Function):
             run = apply
             pool[len(needs) :] = graph.forward.run(pool[: len(needs)], sizes, shapes, apply)
         else:
-            needs = needed_gradients(ctx, 1, len(needs), graph.number)
+            needs = needed_gradients(ctx, 1, len(needs), graph.name)
         found = graph.gradients(tuple(needs))
         written = [pool[at].shape if at >= 0 else shapes[-1 - at] for at in found.places]
         made = found.graph.run([*pool, *grads], (*sizes, *shapes), written, run)

@@ -67,7 +67,7 @@ class StatementGraph:
         sizes: list[Sizes] = []
         for step in self._steps:
             sizes.append(tuple(map(extents[step.source].__getitem__, step.indices)))
-        if run is run_plain and len(sizes) > 1:
+        if run is run_plain and len(sizes) > 1 and self._read:
             given: list[Any] = list(map(pool.__getitem__, self._read))
             # Whether one kernel of several statements is faster depends on sizes: operators say where it is made.
             if given[0].is_cpu and not (artifact := self._artifact(given)).generated:
