@@ -27,7 +27,6 @@ ATOMS, STEP = 4, 1e-4
     params=[
         ("auto", "cpu"),
         ("eager", "cpu"),
-        pytest.param(("inductor", "cpu"), marks=[pytest.mark.slow, pytest.mark.compile]),
         ("triton", "cpu"),
         pytest.param(("auto", "cuda"), marks=pytest.mark.gpu),
         pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
