@@ -98,7 +98,8 @@ def test_another_storage_is_another_tensor():
     torch.testing.assert_close(aggregate(x, base), exact(x, base))
 
 
-def test_nothing_outlives_what_is_viewed():
+@pytest.mark.parametrize("route", ["library", pytest.param("c", marks=pytest.mark.c)])
+def test_nothing_outlives_what_is_viewed(route: str):
     edges, x = torch.randint(20, (2, 90)), torch.randn(20, 3, requires_grad=True)
     aggregate(x, edges).sum().backward()
     kept = [weakref.ref(edges), weakref.ref(same_view(edges[0])), weakref.ref(same_view(edges[1]))]

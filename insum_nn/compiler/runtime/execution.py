@@ -90,7 +90,8 @@ class Executable:
 
             def library() -> Run:
                 other = from_graph(replace(self.bound, static=()), extents, options, self.reason)
-                return other.prepare(tensors, extents, initial)
+                # Of the tensors nothing is kept: the next call may come late, or never.
+                return other.prepare((), extents, None)
 
             return self.run.serving(extents, library, wait=options.deterministic or options.backend == "c")
         run, arguments = self.run, integers_of(self.bound, extents)
