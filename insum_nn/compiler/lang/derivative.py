@@ -147,7 +147,8 @@ def apart(statement: Statement) -> tuple[Statement, Statement]:
 def roundings(*factors: Factor) -> float:
     """Return how often the product of some factors is rounded; infinity: it is approximated, or not one to count.
 
-    What is rounded once is the same number whoever computes it: numbers of any more may differ in the last bits.
+    A result that is rounded once is bitwise equal in every backend. With more roundings, backends may differ in the
+    last bits.
     """
     changing = [each for each in factors if not _is_sign(each)]
     return max(len(changing) - 1, 0) + sum(map(_roundings, factors))

@@ -21,7 +21,7 @@ from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Statement, replaced
-from insum_nn.compiler.runtime.backward import Call, Run, Shapes, attaining, gradients, kept_tensors
+from insum_nn.compiler.runtime.backward import Call, Shapes, attaining, gradients, kept_tensors
 from insum_nn.compiler.runtime.batched_gradients import (
     batched_access,
     each_vector,
@@ -31,6 +31,7 @@ from insum_nn.compiler.runtime.batched_gradients import (
 from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.dispatch import Spec, run_plain, run_spec, value_dtype
 from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed, plain_apply
+from insum_nn.compiler.runtime.statement_graph import RunStatement
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.tracing.inline import inline, inlines
@@ -71,7 +72,7 @@ def _gradients(
     result: Tensor | None,
     needs: Sequence[bool],
     grad: Tensor,
-    run: Run,
+    run: RunStatement,
 ) -> tuple[list[Tensor | None], Tensor]:
     """Compute `gradients`, and that of an initial value."""
     if result is None or call.spec.adds:

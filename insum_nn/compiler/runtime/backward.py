@@ -6,7 +6,7 @@ programs of one kind of call are, which tensors they read and in which shapes, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,16 +22,14 @@ from insum_nn.compiler.runtime.dispatch import (
     run_plain,
 )
 from insum_nn.compiler.runtime.execution import generation
-from insum_nn.compiler.runtime.statement_graph import StatementGraph, Step
+from insum_nn.compiler.runtime.statement_graph import RunStatement, StatementGraph, Step
 from insum_nn.dtypes import is_widened
 from insum_nn.tensor_cache import insert
 
-__all__ = ["Call", "Derived", "Run", "Shapes", "attaining", "derived_of", "gradients", "kept_tensors"]
+__all__ = ["Call", "Derived", "Shapes", "attaining", "derived_of", "gradients", "kept_tensors"]
 
 # Kinds of calls of a program whose common intermediate tensors are remembered.
 _COMMON_LIMIT = 64
-# Runs one program.
-Run = Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor]
 # Of all tensors of a call, where some of them were not kept.
 Shapes = Sequence[torch.Size] | None
 
@@ -145,7 +143,7 @@ def _counting(spec: Spec, one: float) -> Derived:
 
 
 def attaining(
-    call: Call, tensors: Sequence[Tensor | None], initial: Tensor | None, result: Tensor, run: Run
+    call: Call, tensors: Sequence[Tensor | None], initial: Tensor | None, result: Tensor, run: RunStatement
 ) -> tuple[Tensor, Tensor | None]:
     """Return how many terms attain the extremum of each cell, 1 if none does, and whether an initial value does.
 
@@ -188,7 +186,7 @@ def gradients(
     needs: Sequence[bool],
     grad: Tensor,
     extremum: Tensor | None = None,
-    run: Run = run_plain,
+    run: RunStatement = run_plain,
 ) -> list[Tensor | None]:
     """Compute the gradients of the tensors that need one.
 

@@ -151,10 +151,10 @@ class StatementsProgram:
         """
         if sizes is not None or out_shape is not None or tensors is not None:
             check_kinds(sizes=sizes, shapes=out_shape, tensors=tensors)
-        programs = None if torch.compiler.is_dynamo_compiling() else self
+        program = None if torch.compiler.is_dynamo_compiling() else self
         shapes = {**self._out_shape, **(out_shape or NO_SHAPES)}
         extents = {**self._sizes, **(sizes or {})}
-        return _run(self._plan, programs, {**(tensors or {}), **named}, extents, shapes, self._known)
+        return _run(self._plan, program, {**(tensors or {}), **named}, extents, shapes, self._known)
 
     def explain(self, *, measure: bool = False, **call: Any) -> tuple[Explanation, ...]:
         """Explain each statement that runs, in order; see `Program.explain`.
@@ -194,13 +194,13 @@ def _traced_plan(expression: str, options: Sequence[Any]) -> tuple[Any, ...]:
 
 def _run(
     plan: Sequence[Any],
-    programs: StatementsProgram | None,
+    program: StatementsProgram | None,
     found: dict[str, Tensor],
     sizes: Mapping[str, int],
     declared: Shapes,
     seen: dict[object, Known],
 ) -> Any:
-    """Run the steps of a plan, by programs, or by the operator that tracers see; `seen` has what calls showed."""
+    """Run the steps of a plan, by a program, or by the operator that tracers see; `seen` has what calls showed."""
     expression, inputs, starts, written, results, casts, steps, axes = plan
     found = {name: tensor for name, tensor in found.items() if tensor is not None}  # pyright: ignore[reportUnnecessaryComparison]
     check_names(expression, inputs, starts, found)
@@ -215,20 +215,20 @@ def _run(
     device = next((tensor.device for tensor in found.values()), None)
     if device is not None and not casts and under_autocast(device):
         with torch.autocast(device.type, enabled=False):
-            return _run(plan, programs, found, sizes, declared, seen)
+            return _run(plan, program, found, sizes, declared, seen)
     floats = dict.fromkeys(t.dtype for t in found.values() if t.is_floating_point())
     # Statements refuse factors of several dtypes.
     widened = [dtype for dtype in floats if is_widened(dtype)] if len(floats) == 1 else []
     if widened:
         found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
     shapes: dict[str, Sequence[int | None]] = {**declared, **{name: tensor.shape for name, tensor in found.items()}}
-    symbolic = programs is None or torch._C._is_tracing()
+    symbolic = program is None or torch._C._is_tracing()
     symbolic = symbolic or any(isinstance(e, torch.SymInt) for shape in shapes.values() for e in shape)
     key = (*shapes.items(), *sizes.items())
     inferred = None if symbolic else seen.get(key)
     if inferred is None:
         known, extents = _inferred(expression, axes, written, shapes, sizes)
-        graph = None if programs is None or symbolic else programs._graph
+        graph = None if program is None or symbolic else program._graph
         inferred = known, extents, None if graph is None else graph.call_at(axes, known, extents)
         if not symbolic:
             insert(seen, key, inferred, _LIMIT)
@@ -242,10 +242,10 @@ def _run(
         if name in found:
             given[name] = found[name]
         own = {index: extents[index] for index in (*sizes, *hidden) if index in indices and index in extents}
-        if programs is None:
+        if program is None:
             found[name] = call_operator(text, given, own, known[name])
         else:
-            found[name] = programs.programs[number](sizes=own or None, out_shape=known[name], tensors=given)
+            found[name] = program.programs[number](sizes=own or None, out_shape=known[name], tensors=given)
         if counts and floats:
             found[name] = found[name].to(torch.float32 if widened else next(iter(floats)))
     returned = [found[name].to(widened[0]) if widened else found[name] for name in results]

@@ -13,7 +13,10 @@ from insum_nn.compiler.lang.printed import Sizes
 from insum_nn.compiler.runtime.artifact import Artifact
 from insum_nn.compiler.runtime.dispatch import Spec, dtype_of, run_plain
 
-__all__ = ["StatementGraph", "Step"]
+__all__ = ["RunStatement", "StatementGraph", "Step"]
+
+# Runs one statement: its tensors, what it adds to, its sizes.
+RunStatement = Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor]
 
 
 class Step(NamedTuple):
@@ -53,7 +56,7 @@ class StatementGraph:
         pool: Sequence[Tensor | None],
         extents: Sequence[Sizes],
         shapes: Sequence[Sizes],
-        run: Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor] = run_plain,
+        run: RunStatement = run_plain,
     ) -> Sequence[Tensor]:
         """Return the outputs.
 

@@ -1,6 +1,6 @@
 """Count what a statement costs: bytes moved and multiplications, weighed in bytes.
 
-Library calls and Inductor multiply two factors at a time and hold what they gather; a generated kernel forms every
+Library calls multiply two factors at a time and hold what they gather; a generated kernel forms every
 product of the index space and holds nothing. The counts need the sizes of a call and nothing else, and compare ways to
 compute the same output; they are not times.
 """

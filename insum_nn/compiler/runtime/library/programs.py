@@ -14,7 +14,7 @@ from insum_nn.compiler.lang.syntax import Number
 from insum_nn.compiler.options import Options
 from insum_nn.facts import IndexFacts
 
-__all__ = ["extent_arguments", "integers_of", "library_calls_of", "without_unused_facts"]
+__all__ = ["integers_of", "library_calls_of", "without_unused_facts"]
 
 
 @lru_cache(maxsize=1024)
@@ -40,20 +40,9 @@ def library_calls_of(bound: Bound, extents: Extents, options: Options, *, compil
 
 
 def integers_of(bound: Bound, extents: Extents) -> tuple[int, ...]:
-    """Return the extents that a graph takes as integers."""
-    indices, axes = extent_arguments(bound)
-    if not indices and not axes:
-        return ()
-    names = bound.layout.indices
-    return (*(extents.indices[names.index(i)] for i in indices), *(extents.output[a] for a in axes))
-
-
-def extent_arguments(bound: Bound) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return which extents a graph takes as integers: of indices and output axes that no tensor shows."""
-    layout = bound.layout
-    static = {name for name, _ in bound.static}
-    indices = tuple(
-        name for name, plain in zip(layout.indices, layout.plain, strict=True) if not plain and name not in static
-    )
-    axes = tuple(axis for axis, name in enumerate(layout.output_plain) if name is None)
-    return indices, axes
+    """Return the extents that a graph takes as integers: of indices and output axes that no tensor shows."""
+    layout, static = bound.layout, {name for name, _ in bound.static}
+    indices = zip(layout.indices, layout.plain, extents.indices, strict=True)
+    axes = zip(layout.output_plain, extents.output, strict=True)
+    own = (extent for name, plain, extent in indices if not plain and name not in static)
+    return (*own, *(extent for name, extent in axes if name is None))
