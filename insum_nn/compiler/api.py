@@ -271,7 +271,7 @@ def insum(
         tensors: tensors by name, for names that cannot be keyword arguments here.
         out: a tensor of the output's shape, dtype and device, of any strides, that is overwritten with the result and
             returned, as torch's `out=`. Its old values count only if it is the initial value too. It supplies extents
-            as `out_shape=` does, may not share memory with what is read, and no gradients are recorded.
+            as `out_shape=` does. The result is made before it is written; no gradients are recorded.
         **named: tensors by name. One passed under the output's name is the initial value, broadcast to the output.
             Factors are differentiable; index tensors are int32 or int64.
 

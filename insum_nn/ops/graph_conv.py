@@ -91,7 +91,7 @@ def _graph_values(
 
     def steady() -> Tensor:
         with plain_tensors(edge_weight):
-            return graph.keep(build())
+            return build()
 
     return graph.remembered.get([edge_weight], (recipe.normalize, recipe.fill, dtype, options), steady)
 

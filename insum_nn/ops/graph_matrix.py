@@ -122,8 +122,6 @@ class GraphMatrix:
         # Values computed from weights that are not learned, by the weights.
         self.remembered: TensorCache[Tensor] = TensorCache(limit=8)
         self._constants: dict[Hashable, Tensor] = {}
-        # Values that are used again, in slots: by the values, then by whether transposed.
-        self._kept: TensorCache[dict[bool, Tensor]] = TensorCache(limit=64)
 
     @classmethod
     def of_entries(cls, entries: GraphEntries) -> GraphMatrix:
@@ -176,25 +174,8 @@ class GraphMatrix:
         found = self._constants.get(key)
         if found is None:
             with plain_tensors(self.entries.row):
-                found = self._constants[key] = self.keep(build())
+                found = self._constants[key] = build()
         return found
-
-    def keep(self, values: Tensor) -> Tensor:
-        """Mark values (p,) that are used again and never written to, so that what is made of them is kept."""
-        self._kept.keep([values], None, {})
-        return values
-
-    def spread(self, values: Tensor, transposed: bool) -> Tensor:
-        """Return values (p,) in the slots (g, q) of the matrix or its transpose."""
-        grouped = self.grouped(transposed)
-        kept = self._kept.find((values,))
-        if kept is None:
-            return grouped.spread(values)
-        if transposed not in kept:
-            # Of an alias, since a view keeps what it is a view of, and what is kept here must not keep itself.
-            with plain_tensors(values):
-                kept[transposed] = grouped.spread(values.detach())
-        return kept[transposed]
 
     def ones(self, dtype: torch.dtype) -> Tensor:
         """Return (p,) ones."""
@@ -307,8 +288,8 @@ class _Sums(BoundSums):
             return graph.by_row.bound(COMPARE, options), operands, (graph.num_entries, 1)
         transposed = requested == "X"
         grouped = graph.grouped(transposed)
-        values, columns = (grouped.spread(a), None) if made is None else (graph.spread(a, transposed), b.shape[1])
-        return grouped.bound(CARRY, options), (values, b), (graph.num_nodes, columns)
+        columns = None if made is None else b.shape[1]
+        return grouped.bound(CARRY, options), (grouped.spread(a), b), (graph.num_nodes, columns)
 
     def result(self, requested: str, written: Tensor) -> Tensor:
         return written.squeeze(1) if requested == "Val" else written

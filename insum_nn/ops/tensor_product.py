@@ -9,7 +9,7 @@ How the output is computed:
 1. `tensor_product`, or a layer, checks its arguments and calls `checked_product`.
 2. `_Sums.in_modes` decides by what torch is doing. Where it traces, the call becomes one of the operators registered
    at the end of this file. Else `multilinear_jointly` (`compiler/runtime/multilinear.py`) runs it, and records it for
-   autograd as one node (`_Jointly`).
+   autograd as one node.
 3. `_Sums.run` computes the requested roles by `Roles`: several at once, or each by its `Role` (both in
    `tensor_product_roles.py`).
 4. A `Role` has a step for each of its statements (`tensor_product_statement.py`), one for each group of paths that have

@@ -365,15 +365,6 @@ def test_graphs_die_with_their_edges():
     assert len(matrices._graphs) == 0
 
 
-def test_what_is_made_of_weights_dies_with_them():
-    edges, x = skewed_graph(5, 9), torch.randn(5, 2, requires_grad=True)
-    graph = graph_matrix(edges, 5, Recipe())
-    for _ in range(3):
-        graph_conv(x, edges, torch.rand(9)).sum().backward()
-    gc.collect()
-    assert len(graph._kept) <= 1
-
-
 def test_the_cache_is_bounded():
     cache: TensorCache[object] = TensorCache(limit=2)
     tensors = [torch.zeros(1) for _ in range(3)]

@@ -8,15 +8,14 @@ code of their own.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 
-from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
@@ -24,15 +23,13 @@ from insum_nn.compiler.lang.syntax import Statement, replaced
 from insum_nn.compiler.runtime.backward import Call, Shapes, attaining, gradients, kept_tensors
 from insum_nn.compiler.runtime.batched_gradients import (
     batched_access,
-    each_vector,
     factors_of_entries,
     for_each_tangent,
 )
-from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.dispatch import Spec, run_plain, run_spec, value_dtype
-from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed, plain_apply
+from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed
+from insum_nn.compiler.runtime.recorded import Recorded, record
 from insum_nn.compiler.runtime.statement_graph import RunStatement
-from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.tracing.inline import inline, inlines
 from insum_nn.facts import IndexFacts
@@ -116,72 +113,49 @@ def _tangent(
     return total
 
 
-class _Function(torch.autograd.Function):
-    """The recorded call on plain tensors; tracing and transforms take the registered operator instead."""
+@dataclass(slots=True)
+class _Call(Call):
+    """A call that autograd records.
 
-    first_operand = 2
+    Attributes:
+        plain: its tensors are plain ones.
+    """
 
-    @staticmethod
-    def forward(ctx: Any, call: Call, initial: Tensor | None, *tensors: Tensor) -> Tensor:
-        made: dict[Hashable, Tensor] = {}
-        if not call.plain and inlines(call.spec, (*tensors, initial)):
-            result = inline(call.spec, tensors, initial, Extents(call.indices, call.output))
+    plain: bool = False
+
+    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
+        spec, extents = self.spec, Extents(self.indices, self.output)
+        if not self.plain and inlines(spec, (*tensors, initial)):
+            result = inline(spec, tensors, initial, extents)
         else:
-            cold.call = _Function, ctx, call, initial, *tensors
-            outer, intermediates.collected = intermediates.collected, made
-            try:
-                run = run_plain if call.plain else run_spec
-                result = run(call.spec, tensors, initial, Extents(call.indices, call.output))
-            finally:
-                cold.call = None
-                intermediates.collected = outer
-        ctx.call, ctx.has_initial = call, initial is not None
-        spec = call.spec
+            result = (run_plain if self.plain else run_spec)(spec, tensors, initial, extents)
+        ctx.has_initial = initial is not None
         if spec.adds:
             needs = ctx.needs_input_grad[2:]
             kept = spec.kept.get(needs)
             kept = kept_tensors(spec, needs) if kept is None else kept
             ctx.shapes = [tensor.shape for tensor in tensors] if kept else None
             ctx.dtype = value_dtype(spec, tensors, initial) if spec.finishes else None
-            common = made and ctx.dtype in (None, result.dtype)
-            ctx.common = call.common(tensors, needs, result, made.keys()) if common else None
             saved = [t if need else None for t, need in zip(tensors, kept, strict=True)] if kept else tensors
-            again = () if ctx.common is None else [made[key] for key in ctx.common.saved]
-            ctx.save_for_backward(None, result if spec.epilogue.activation else None, *saved, *again)
+            ctx.save_for_backward(None, result if spec.epilogue.activation else None, *saved)
         else:
-            ctx.shapes = ctx.common = None
+            ctx.shapes = None
             ctx.save_for_backward(initial, result, *tensors)
-        if cold.due:
-            rehearse_gradients(_Function, ctx, result)
         return result
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         initial, result, *tensors = ctx.saved_tensors
-        grad = grads[0]
-        if is_legacy_batchedtensor(grad) or grad.is_neg():
-            return each_vector(_Function.backward, ctx, grads)
-        if ctx.call.spec.finishes:
-            grad = _before_epilogue(ctx.call.spec, grad, result).to(ctx.dtype)
-        shapes, needs, common = ctx.shapes, ctx.needs_input_grad[2:], ctx.common
-        alone = not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled()
-        if alone:
-            needs = needed_gradients(ctx, 2, len(needs), ctx.call.spec.number, before=ctx.has_initial)
-        shared: dict[Hashable, Tensor | None] | None = None
-        if common is not None:
-            shared = dict.fromkeys(common.repeated)
-            shared.update(zip(common.saved, tensors[len(needs) :], strict=True))
-            tensors = tensors[: len(needs)]
-        outer, intermediates.shared = intermediates.shared, shared if alone else intermediates.shared
-        try:
-            run = run_plain if alone else apply
-            found, of_initial = _gradients(ctx.call, tensors, shapes, initial, result, needs, grad, run)
-        finally:
-            intermediates.shared = outer
-        return (None, of_initial if ctx.needs_input_grad[1] else None, *found)
-
-
-_record = plain_apply(_Function)
+        (grad,) = grads
+        assert grad is not None
+        spec = self.spec
+        if spec.finishes:
+            grad = _before_epilogue(spec, grad, result).to(ctx.dtype)
+        needs = ctx.needs_input_grad[2:]
+        run: RunStatement = apply
+        if not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled():
+            run, needs = run_plain, needed_gradients(ctx, 2, len(needs), spec.number, before=ctx.has_initial)
+        found, of_initial = _gradients(self, tensors, ctx.shapes, initial, result, needs, grad, run)
+        return (of_initial if ctx.needs_input_grad[1] else None, *found)
 
 
 def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
@@ -205,8 +179,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         call, initial, *tensors = inputs
-        ctx.call = call
-        ctx.shapes = ctx.common = None
+        ctx.call, ctx.shapes, ctx.has_initial = call, None, initial is not None
         ctx.dtype = value_dtype(call.spec, tensors, initial)
         keep = None if call.spec.adds else output
         ctx.save_for_backward(initial, keep, *tensors)
@@ -214,7 +187,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Function.backward(ctx, *grads)
+        return Recorded.backward(ctx, *grads)
 
     @staticmethod
     @for_each_tangent
@@ -299,15 +272,15 @@ def apply(
     if spec.apart is not None and (may_learn or is_transformed() or _learned((*tensors, initial))):
         return _apart(spec, tensors, initial, extents)
     if is_transformed() and not torch.compiler.is_compiling():
-        return _Transformed.apply(Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
+        return _Transformed.apply(_Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
     if inlined:
         if not _learned((*tensors, initial)):
             return inline(spec, tensors, initial, extents)
-        return _Function.apply(Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
+        return Recorded.apply(_Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
     if traced:
         return _registered(spec, tensors, initial, extents)
     if _learned((*tensors, initial)):
-        return _Function.apply(Call(spec, *extents, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
+        return Recorded.apply(_Call(spec, *extents, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, initial, extents)
 
 
@@ -315,7 +288,7 @@ def apply_recorded(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None
     """`apply` where autograd records a call on plain tensors, none lazily negated, and nothing else follows it."""
     if spec.finishes or spec.apart is not None:
         return apply(spec, tensors, initial, extents, plain=True)
-    return _record(Call(spec, *extents, plain=True), initial, *tensors)  # type: ignore[no-any-return]
+    return record(_Call(spec, *extents, plain=True), initial, *tensors)  # type: ignore[no-any-return]
 
 
 def _learned(tensors: Sequence[Tensor | None]) -> bool:
@@ -355,7 +328,7 @@ def _finished(
         name = spec.epilogue.activation
         kept = not spec.adds
         if not kept and (name is None or ACTIVATIONS[name] is not None):
-            return _Function.apply(Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
+            return Recorded.apply(_Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, initial, extents), value_dtype(spec, tensors, initial))
 
 

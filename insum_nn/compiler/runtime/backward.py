@@ -6,30 +6,20 @@ programs of one kind of call are, which tensors they read and in which shapes, i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, counting, derivatives
-from insum_nn.compiler.runtime.composite.intermediates import Common
-from insum_nn.compiler.runtime.dispatch import (
-    Spec,
-    intermediates_of,
-    run_plain,
-)
-from insum_nn.compiler.runtime.execution import generation
+from insum_nn.compiler.runtime.dispatch import Spec, run_plain
 from insum_nn.compiler.runtime.statement_graph import RunStatement, StatementGraph, Step
 from insum_nn.dtypes import is_widened
-from insum_nn.tensor_cache import insert
 
-__all__ = ["Call", "Derived", "Shapes", "attaining", "derived_of", "gradients", "kept_tensors"]
+__all__ = ["Call", "Shapes", "attaining", "derived_of", "gradients", "kept_tensors"]
 
-# Kinds of calls of a program whose common intermediate tensors are remembered.
-_COMMON_LIMIT = 64
 # Of all tensors of a call, where some of them were not kept.
 Shapes = Sequence[torch.Size] | None
 
@@ -42,55 +32,11 @@ class Call:
         spec: the program.
         indices: extents, in the layout's order.
         output: the output's shape.
-        plain: its tensors are plain ones.
     """
 
     spec: Spec
     indices: tuple[int, ...]
     output: tuple[int, ...]
-    plain: bool = False
-
-    def common(self, tensors: Sequence[Tensor], needs: tuple[bool, ...], result: Tensor, made: Set[Hashable]) -> Common:
-        """Return the intermediate tensors that its statements have in common.
-
-        Args:
-            tensors: its tensors.
-            needs: which of them need a gradient.
-            result: the output, without what follows the sum.
-            made: what the forward pass makes.
-        """
-        key = (needs, self.indices, *[tensor.shape for tensor in (*tensors, result)], generation())
-        found = self.spec.common.get(key)
-        if found is None:
-            pool = (*tensors, result, None)
-            steps = [(d, tensors[at].shape) for at, need in enumerate(needs) if need for d in derived_of(self.spec, at)]
-            made_by = [intermediates_of(d.spec, d.read(pool), d.extents(self, shape)) for d, shape in steps]
-            found = Common.of(made, made_by)
-            insert(self.spec.common, key, found, _COMMON_LIMIT)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """A derivative program of a statement.
-
-    Attributes:
-        spec: the program.
-        places: the positions of its tensors among those of the call, the gradient and the extremum.
-        indices: the positions of its extents among those of the call.
-    """
-
-    spec: Spec
-    places: tuple[int, ...]
-    indices: tuple[int, ...]
-
-    def read(self, pool: Sequence[Tensor | None]) -> list[Tensor]:
-        """Its tensors."""
-        return list(map(pool.__getitem__, self.places))  # type: ignore[arg-type]
-
-    def extents(self, call: Call, shape: tuple[int, ...]) -> Extents:
-        """Its sizes, where it writes a tensor of a shape."""
-        return Extents(tuple(map(call.indices.__getitem__, self.indices)), shape)
 
 
 @lru_cache(maxsize=2048)
@@ -103,16 +49,19 @@ def _derivative_specs(
     return derivative, tuple((each, each.layout.tensors, each.layout.indices) for each in inner)
 
 
-def derived_of(spec: Spec, position: int) -> tuple[Derived, ...]:
-    """Return the derivative programs of the tensor at a position."""
-    found: tuple[Derived, ...] | None = spec.derived.get(position)
+def derived_of(spec: Spec, position: int) -> tuple[Step, ...]:
+    """Return the derivative programs of the tensor at a position, as the first output.
+
+    They read tensors of the call, then the gradient and the extremum.
+    """
+    found: tuple[Step, ...] | None = spec.derived.get(position)
     if found is None:
         layout = spec.layout
         derivative, programs = _derivative_specs(spec, layout.tensors[position])
         pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, *derivative.extremum))}
         own = layout.indices
         found = spec.derived[position] = tuple(
-            Derived(each, tuple(pool[x] for x in names), tuple(own.index(x) for x in indices))
+            Step(each, tuple(pool[x] for x in names), 0, 0, tuple(own.index(x) for x in indices))
             for each, names, indices in programs
         )
     return found
@@ -131,7 +80,7 @@ def kept_tensors(spec: Spec, needs: tuple[bool, ...]) -> tuple[bool, ...]:
 
 
 @lru_cache(maxsize=2048)
-def _counting(spec: Spec, one: float) -> Derived:
+def _counting(spec: Spec, one: float) -> StatementGraph:
     """Return the program that counts the terms that attain an extremum, each as `one`."""
     found, layout = counting(spec.statement, one), spec.layout
     # A tensor of the output's size is counted into, whatever else is summed in a dtype of few numbers.
@@ -139,7 +88,8 @@ def _counting(spec: Spec, one: float) -> Derived:
     own = wide.with_statement(found, drop_outside=True)
     pool = (*layout.tensors, None, spec.statement.output.name)
     places = tuple(pool.index(name) for name in own.layout.tensors)
-    return Derived(own, places, tuple(layout.indices.index(name) for name in own.layout.indices))
+    indices = tuple(layout.indices.index(name) for name in own.layout.indices)
+    return StatementGraph([Step(own, places, 0, 0, indices)])
 
 
 def attaining(
@@ -158,10 +108,9 @@ def attaining(
     """
     # float16 ends at 65,504.
     one = 2**-10 if result.dtype == torch.float16 else 1
-    derived = _counting(call.spec, one)
     # Index tensors stay the objects of which their order is remembered.
-    given = [each.detach() if each.requires_grad else each for each in derived.read((*tensors, None, result))]
-    count = run(derived.spec, given, None, derived.extents(call, call.output))
+    pool = [t.detach() if t is not None and t.requires_grad else t for t in (*tensors, None, result)]
+    (count,) = _counting(call.spec, one).run(pool, (call.indices,), (call.output,), run)
     if is_widened(count.dtype):
         count = count.to(torch.float32) / one
     if initial is None:
@@ -174,7 +123,7 @@ def _graph(spec: Spec, needs: tuple[bool, ...]) -> tuple[StatementGraph, tuple[i
     """Return the derivative programs of the tensors that need a gradient, and the positions of these tensors."""
     values, names = spec.layout.value_tensors, spec.layout.tensors
     read = tuple(at for at, need in enumerate(needs) if need and names[at] in values and derived_of(spec, at))
-    steps = [Step(d.spec, d.places, n, 0, d.indices) for n, at in enumerate(read) for d in derived_of(spec, at)]
+    steps = [step._replace(output=n) for n, at in enumerate(read) for step in derived_of(spec, at)]
     found = spec.together[needs] = StatementGraph(steps), read
     return found
 

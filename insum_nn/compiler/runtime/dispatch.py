@@ -7,7 +7,7 @@ run by what was printed for it (`Artifact`), at any sizes; what that leaves to o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import count
@@ -28,7 +28,6 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import check_static, kinds_of, stand_in
 from insum_nn.compiler.runtime.artifact import Artifact, Facts, Programs, programs_of
-from insum_nn.compiler.runtime.composite.intermediates import Common
 from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequence
 from insum_nn.compiler.runtime.execution import Executable
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
@@ -42,7 +41,6 @@ __all__ = [
     "broadcast",
     "call_kind",
     "dtype_of",
-    "intermediates_of",
     "parse_cached",
     "prepare",
     "run_plain",
@@ -83,7 +81,6 @@ class Spec:
     kept: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
-    common: dict[Key, Common] = field(default_factory=dict, init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -226,14 +223,6 @@ def prepare(
     """Check a call and find its program, or those of the statements that it is cut into."""
     programs = _checked_programs(spec, tensors, initial, extents)
     return programs.bound, programs.of(tensors, extents)
-
-
-def intermediates_of(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> tuple[Hashable, ...]:
-    """Return what a call on such tensors makes of its own tensors before its last statement, if it runs as several."""
-    if spec.static or 0 in (*extents.indices, *extents.output):
-        return ()
-    sequence = _checked_programs(spec, tensors, None, extents).sequences.of(tensors, extents)
-    return () if sequence is None else tuple(key for key in sequence.made if key is not None)
 
 
 def _checked_programs(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Programs:

@@ -10,25 +10,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import Parameter
 
-from insum_nn.compiler.kernels.background import cold
-from insum_nn.compiler.runtime.batched_gradients import each_vector
 from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.modes import (
     CAST,
     autocast_dtype,
     is_plain_eager,
-    plain_apply,
     to_autocast,
     without_autocast,
 )
-from insum_nn.compiler.runtime.steps.gradients_ahead import Rehearsed, rehearse_gradients
+from insum_nn.compiler.runtime.recorded import record
+from insum_nn.compiler.runtime.steps.gradients_ahead import Rehearsed
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
 __all__ = [
@@ -125,7 +122,7 @@ def multilinear(
         # A loop instead of `any`: no generator in every call.
         for tensor in (*operands, initial):
             if tensor is not None and tensor.requires_grad:
-                return _record(sums, requested, initial, dtype, *operands)  # type: ignore[no-any-return]
+                return record(_SumCall(sums, requested, dtype), initial, *operands)  # type: ignore[no-any-return]
     return _computed(sums, requested, operands, {}, initial)
 
 
@@ -150,61 +147,48 @@ def _cast(operands: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], torch.dtype
     return tuple(found), left
 
 
-class _Multilinear(torch.autograd.Function):
-    first_operand = 4
+class _SumCall(NamedTuple):
+    """A call of `multilinear`; `dtype` is autocast's, where operands were left to be cast."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        sums: BoundSums,
-        requested: str,
-        initial: Tensor | None,
-        dtype: torch.dtype | None,
-        *operands: Tensor,
-    ) -> Tensor:
-        _, _, _, _, *needed = ctx.needs_input_grad
-        cold.call = _Multilinear, ctx, sums, requested, initial, dtype, *operands
+    sums: BoundSums
+    requested: str
+    dtype: torch.dtype | None
+
+    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
+        sums, requested, dtype = self
+        needed = ctx.needs_input_grad[2:]
         dtypes: list[torch.dtype] | None = None
         if dtype is not None:
             # Of parameters the copies are kept: a backward pass that is not differentiated reads nothing else.
-            dtypes = [operand.dtype for operand in operands]
-            operands = tuple([operand.to(dtype) for operand in operands])
+            dtypes = [operand.dtype for operand in tensors]
+            tensors = tuple([operand.to(dtype) for operand in tensors])
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
         if count < len(needed) or count == 1:
-            saved: list[Tensor | None] = list(operands)
+            saved: list[Tensor | None] = list(tensors)
             for at, own in enumerate(needed):
                 if count <= own:
                     saved[at] = None
             ctx.save_for_backward(*saved)
         else:
-            ctx.save_for_backward(*operands)
-        ctx.rest = sums, requested, None if initial is None else initial.shape, dtypes
-        try:
-            if torch._C._is_any_autocast_enabled():
-                result = _computed(sums, requested, operands, {}, initial)
-            else:
-                result = sums.eager(requested, operands, {}, initial)
-        finally:
-            cold.call = None
-        if cold.due:
-            rehearse_gradients(_Multilinear, ctx, result)
-        return result
+            ctx.save_for_backward(*tensors)
+        ctx.rest = None if initial is None else initial.shape, dtypes
+        if torch._C._is_any_autocast_enabled():
+            return _computed(sums, requested, tensors, {}, initial)
+        return sums.eager(requested, tensors, {}, initial)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (sums, left, initial, dtypes), (grad,) = ctx.rest, grads
-        if is_legacy_batchedtensor(grad) or grad.is_neg():
-            return each_vector(_Multilinear.backward, ctx, grads)
+    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        (sums, left, _), (initial, dtypes), (grad,) = self, ctx.rest, grads
+        assert grad is not None
         names = sums.operands[left]
-        needed = needed_gradients(ctx, 4, len(names), (type(sums), left), before=initial is not None)
+        needed = needed_gradients(ctx, 2, len(names), (type(sums), left), before=initial is not None)
         unrecorded = not torch.is_grad_enabled() and is_plain_eager(grad)
         read = ctx.saved_tensors if dtypes is None or unrecorded else _rejoined(ctx, dtypes, int(initial is not None))
         tensors: dict[str, Any] = dict(zip(names, read, strict=True))
         tensors[left] = grad
         autocast = torch._C._is_any_autocast_enabled()
         made: dict[str, Tensor] = {}
-        found: list[Tensor | None] = [None, None, None, None]
+        found: list[Tensor | None] = [None]
         for at, requested in enumerate(names):
             if not needed[at]:
                 found.append(None)
@@ -218,15 +202,12 @@ class _Multilinear(torch.autograd.Function):
                 found.append(_computed(sums, requested, operands, made, None, dtype))
             else:
                 found.append(sums.eager(requested, operands, made, None, dtype))
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[1]:
             total = grad.sum(0)
-            found[2] = total if total.shape == initial else total.reshape(initial)
+            found[0] = total if total.shape == initial else total.reshape(initial)
         if unrecorded:
             _without_views(found)
         return tuple(found)
-
-
-_record = plain_apply(_Multilinear)
 
 
 def _rejoined(ctx: Any, dtypes: Sequence[torch.dtype], before: int) -> list[Tensor | None]:
@@ -366,7 +347,8 @@ def multilinear_jointly(
                     given = dict(operands)
                     del given[names[0]]
                 read = tuple(given)
-                made: Any = _record_jointly(sums, (names, read, plain), *given.values(), *sums.indices)
+                call = _JointCall(sums, names, read, plain)
+                made: Any = record(call, None, *given.values(), *sums.indices)
                 return dict(zip(names, made, strict=True))
     return sums.run(requested, operands, plain=plain)
 
@@ -395,35 +377,22 @@ def joint_gradients(
     return found | made if found else made
 
 
-class _Jointly(torch.autograd.Function):
-    """Sums of plain tensors, recorded: a registered operator costs the CPU more than a small product."""
+class _JointCall(NamedTuple):
+    """A call of `multilinear_jointly`: the names of its results and of what they are computed from."""
 
-    first_operand = 2
+    sums: JointSums
+    requested: tuple[str, ...]
+    read: tuple[str, ...]
+    plain: bool
 
-    @staticmethod
-    def forward(
-        ctx: Any, sums: JointSums, call: tuple[tuple[str, ...], tuple[str, ...], bool], *tensors: Any
-    ) -> tuple[Tensor, ...]:
-        requested, read, plain = call
-        ctx.constants = sums, requested, read
+    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        cold.call = _Jointly, ctx, sums, call, *tensors
-        try:
-            made = sums.run(requested, dict(zip(read, tensors, strict=False)), plain=plain)
-        finally:
-            cold.call = None
-        results = tuple(map(made.__getitem__, requested))
-        if cold.due:
-            rehearse_gradients(_Jointly, ctx, *results)
-        return results
+        made = self.sums.run(self.requested, dict(zip(self.read, tensors, strict=False)), plain=self.plain)
+        return tuple(map(made.__getitem__, self.requested))
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        for grad in grads:
-            if grad is not None and (is_legacy_batchedtensor(grad) or grad.is_neg()):
-                return each_vector(_Jointly.backward, ctx, grads)
-        sums, made, read = ctx.constants
+    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        sums, made, read, _ = self
         # After the operands come the index tensors, whose versions torch has checked now.
         operands = dict(zip(read, ctx.saved_tensors, strict=False))
         total: dict[str, Tensor] = {}
@@ -457,10 +426,7 @@ class _Jointly(torch.autograd.Function):
         total.clear()
         if unrecorded:
             _without_views(made_of_read)
-        return None, None, *made_of_read, *[None] * len(sums.indices)
-
-
-_record_jointly = plain_apply(_Jointly)
+        return None, *made_of_read, *[None] * len(sums.indices)
 
 
 def _without_views(grads: list[Tensor | None]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from insum_nn.compiler.lang.bind import layout_of, show_dtype, show_shape
 from insum_nn.compiler.lang.syntax import Statement
@@ -24,7 +22,6 @@ from insum_nn.errors import (
 __all__ = ["check_out", "check_unrecorded", "shape_for", "write_out"]
 
 Shape = Sequence[int | None]
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def shape_for(statement: Statement, out: Tensor, sizes: Mapping[str, int], out_shape: Shape | None) -> Shape | None:
@@ -49,7 +46,7 @@ def check_out(statement: Statement, out: Tensor, named: Mapping[str, Tensor]) ->
     Raises:
         InsumNameError: the statement has a tensor named `out`, which was not passed by `tensors=`.
         InsumGradientError: gradients would be recorded.
-        InsumAliasError: writing to it changes what the statement reads, or two of its elements share memory.
+        InsumAliasError: two of its elements share memory.
     """
     if "out" in (statement.output.name, *statement.tensors()) and "out" not in named:
         raise InsumNameError(
@@ -61,21 +58,6 @@ def check_out(statement: Statement, out: Tensor, named: Mapping[str, Tensor]) ->
         )
     values = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}  # pyright: ignore[reportUnnecessaryIsInstance]
     check_unrecorded(statement.text, out, values)
-    initial = values.get(statement.output.name)
-    for name, tensor in values.items():
-        if tensor is initial and _same(tensor, out):
-            # To begin with the values that are there is what `+=` means.
-            continue
-        if tensor is out or _same(tensor, out) or _overlap(tensor, out):
-            begins = tensor is initial
-            raise InsumAliasError(
-                f"out= shares memory with '{name}', which the statement {'begins with' if begins else 'reads'}",
-                expression=statement.text,
-                spans=[access.name_span for access in statement.accesses() if access.name == name],
-                details=["the tensor that is written may itself be the initial value"] if begins else [],
-                fix=f"pass {name}.clone(), or another tensor as out=.",
-                tensor=name,
-            )
     if any(step == 0 and extent > 1 for extent, step in zip(out.shape, out.stride(), strict=True)):
         raise InsumAliasError(
             "elements of out= share memory, since it was expanded",
@@ -144,32 +126,3 @@ def _shape_error(expression: str, expected: str, out: Tensor) -> InsumShapeError
         tensor="out",
         got=tuple(out.shape),
     )
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same elements in the same order."""
-    if a is b:
-        return True
-    if not _known(a, b) or a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
-        return False
-    return a.data_ptr() == b.data_ptr() and a.numel() > 0
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two dense tensors overlap in memory; as in torch, tensors with gaps are not compared."""
-    if not _known(a, b) or not a.numel() or not b.numel() or not (_dense(a) and _dense(b)):
-        return False
-    low, high = sorted((a, b), key=Tensor.data_ptr)
-    return low.data_ptr() + low.numel() * low.element_size() > high.data_ptr()
-
-
-def _known(a: Tensor, b: Tensor) -> bool:
-    """Return whether tensors have addresses that can be compared."""
-    if a.device != b.device or a.is_meta or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return type(a) in _PLAIN and type(b) in _PLAIN and not peek_interpreter_stack()
-
-
-def _dense(tensor: Tensor) -> bool:
-    steps = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
-    return all(s == math.prod(n for _, n in steps[:at]) for at, (s, _) in enumerate(steps))

@@ -8,17 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 
-from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.lang.printed import Sizes
 from insum_nn.compiler.runtime.autograd import apply
 from insum_nn.compiler.runtime.backward import derived_of
-from insum_nn.compiler.runtime.batched_gradients import each_vector
 from insum_nn.compiler.runtime.dispatch import Spec, parse_cached, run_plain
-from insum_nn.compiler.runtime.modes import followed_by, is_plain, is_plain_eager, plain_apply
+from insum_nn.compiler.runtime.modes import followed_by, is_plain, is_plain_eager
+from insum_nn.compiler.runtime.recorded import record
 from insum_nn.compiler.runtime.statement_graph import StatementGraph, Step
-from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.tensor_cache import same_views
@@ -46,9 +43,41 @@ class _Gradients(NamedTuple):
 
 
 class _Call(NamedTuple):
+    """A call of a program.
+
+    Attributes:
+        graph: the program.
+        sizes: the extents of each statement.
+        shapes: of what they write.
+    """
+
     graph: ProgramGraph
     sizes: Sequence[Sizes]
     shapes: Sequence[Sizes]
+
+    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        graph = self.graph
+        made = graph.forward.run(tensors, self.sizes, self.shapes)
+        found = graph.gradients(tuple(ctx.needs_input_grad[2:]))
+        assert found is not None
+        ctx.save_for_backward(*tensors, *[t if n in found.read else None for n, t in enumerate(made)])
+        return tuple(map(made.__getitem__, graph.results))
+
+    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        graph, sizes, shapes = self
+        pool, needs, run = [*ctx.saved_tensors], ctx.needs_input_grad[2:], run_plain
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or not is_plain_eager(*grads):
+            # What statements wrote depends on the tensors, of which the gradients are differentiated in turn.
+            run = apply
+            pool[len(needs) :] = graph.forward.run(pool[: len(needs)], sizes, shapes, apply)
+        else:
+            needs = needed_gradients(ctx, 2, len(needs), graph.name)
+        found = graph.gradients(tuple(needs))
+        assert found is not None
+        written = [pool[at].shape if at >= 0 else shapes[-1 - at] for at in found.places]
+        made = found.graph.run([*pool, *grads], (*sizes, *shapes), written, run)
+        gradients = dict(zip(found.places, made, strict=True))
+        return None, *map(gradients.get, range(len(needs)))
 
 
 class ProgramGraph:
@@ -114,7 +143,7 @@ class ProgramGraph:
             return tuple(map(made.__getitem__, self.results))
         if followed == "mode" or self.gradients(tuple([t.requires_grad for t in tensors])) is None:
             return None
-        return _record(call, *tensors)  # type: ignore[no-any-return]
+        return record(call, None, *tensors)  # type: ignore[no-any-return]
 
     def gradients(self, needs: tuple[bool, ...]) -> _Gradients | None:
         """Return the graph of the gradients of some tensors; `None`: it is not made of statements."""
@@ -157,50 +186,6 @@ class ProgramGraph:
                 output = outputs.setdefault(step.places[n], len(outputs))
                 for derived in derived_of(step.spec, n):
                     places = tuple(given[at] for at in derived.places)
-                    steps.append(Step(derived.spec, places, output, step.source, derived.indices))
+                    steps.append(derived._replace(places=places, output=output, source=step.source))
         read = {at - inputs for each in steps for at in each.places if inputs <= at < inputs + written}
         return _Gradients(StatementGraph(steps), tuple(outputs), tuple(sorted(read)))
-
-
-class _Recorded(torch.autograd.Function):
-    """A call of a program on plain tensors."""
-
-    first_operand = 1
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        graph = call.graph
-        cold.call = _Recorded, ctx, call, *tensors
-        try:
-            made = graph.forward.run(tensors, call.sizes, call.shapes)
-        finally:
-            cold.call = None
-        found = graph.gradients(tuple(ctx.needs_input_grad[1:]))
-        assert found is not None
-        ctx.call = call
-        ctx.save_for_backward(*tensors, *[t if n in found.read else None for n, t in enumerate(made)])
-        results = tuple(map(made.__getitem__, graph.results))
-        if cold.due:
-            rehearse_gradients(_Recorded, ctx, *results)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if any(is_legacy_batchedtensor(grad) or grad.is_neg() for grad in grads):
-            return each_vector(_Recorded.backward, ctx, grads)
-        graph, sizes, shapes = ctx.call
-        pool, needs, run = [*ctx.saved_tensors], ctx.needs_input_grad[1:], run_plain
-        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or not is_plain_eager(*grads):
-            # What statements wrote depends on the tensors, of which the gradients are differentiated in turn.
-            run = apply
-            pool[len(needs) :] = graph.forward.run(pool[: len(needs)], sizes, shapes, apply)
-        else:
-            needs = needed_gradients(ctx, 1, len(needs), graph.name)
-        found = graph.gradients(tuple(needs))
-        written = [pool[at].shape if at >= 0 else shapes[-1 - at] for at in found.places]
-        made = found.graph.run([*pool, *grads], (*sizes, *shapes), written, run)
-        gradients = dict(zip(found.places, made, strict=True))
-        return None, *map(gradients.get, range(len(needs)))
-
-
-_record = plain_apply(_Recorded)

@@ -11,6 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import Sizes
 from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.runtime.composite.statement_sequence import sharing
 from insum_nn.compiler.runtime.dispatch import Spec, dtype_of, run_plain
 
 __all__ = ["RunStatement", "StatementGraph", "Step"]
@@ -79,10 +80,14 @@ class StatementGraph:
                     return found
         # Output n is at -1 - n.
         tensors: list[Any] = [*pool, *[None] * len(shapes)]
-        for step, own in zip(self._steps, sizes, strict=True):
-            given = list(map(tensors.__getitem__, step.places))
-            at = -1 - step.output
-            tensors[at] = run(step.spec, given, tensors[at], Extents(own, shapes[step.output]))
+        outer, sharing.made = sharing.made, {} if run is run_plain and len(sizes) > 1 else None
+        try:
+            for step, own in zip(self._steps, sizes, strict=True):
+                given = list(map(tensors.__getitem__, step.places))
+                at = -1 - step.output
+                tensors[at] = run(step.spec, given, tensors[at], Extents(own, shapes[step.output]))
+        finally:
+            sharing.made = outer
         return tensors[: -1 - len(shapes) : -1]
 
     def _artifact(self, given: Sequence[Tensor]) -> Artifact:

@@ -10,6 +10,7 @@ within a factor of 1.4, on every device and for derivative statements too; nothi
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen.c import NotInC
+from insum_nn.compiler.kernels.ahead import collecting
 from insum_nn.compiler.kernels.c_program import NOWHERE, CProgram, compiled_extents, known_in_c, limits_of_extents
 from insum_nn.compiler.kernels.c_program import Part as CPart
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
@@ -28,7 +30,6 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
 from insum_nn.compiler.passes.split_static_tables import split_static_tables
 from insum_nn.compiler.runtime.backends import choose_backend
-from insum_nn.compiler.runtime.composite.intermediates import intermediates
 from insum_nn.compiler.runtime.composite.read_cells import SizedClear, UnreadCells
 from insum_nn.compiler.runtime.execution import Executable, executable, generation
 from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
@@ -37,7 +38,7 @@ from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 from insum_nn.locks import cached_property
 
-__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "c_program"]
+__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "c_program", "sharing"]
 
 Shape = tuple[int, ...]
 
@@ -387,6 +388,15 @@ def c_program(_generation: int, parts: tuple[CPart, ...], indices: tuple[int, ..
     return program
 
 
+class _Sharing(threading.local):
+    """What the statements of a graph made first, for those that begin with the same; `None`: nothing is shared."""
+
+    made: dict[Hashable, tuple[Tensor, Sequence[Tensor]]] | None = None
+
+
+sharing = _Sharing()
+
+
 class StatementSequence:
     """A statement that runs as several, one after the other.
 
@@ -441,24 +451,26 @@ class StatementSequence:
 
     def _staged(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Run:
         """Return what runs the parts one after the other."""
-        stages = [stage.ready for stage in self.stages(tensors, initial)]
-        last, firsts = stages.pop(), tuple(zip(stages, self.made, strict=False))
+        *firsts, last = self.stages(tensors, initial)
+        keys = [self._key(stage.part) for stage in firsts]
         tables = [*self.tables.values()]
 
         def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             pool = [*tensors, *tables]
-            collected, shared = intermediates.collected, intermediates.shared
-            for stage, key in firsts:
-                found = None if shared is None or key is None else shared.get(key)
-                if found is not None:
-                    pool.append(found)
+            # What a rehearsal makes is zero.
+            made = None if collecting() is not None else sharing.made
+            for stage, key in zip(firsts, keys, strict=True):
+                if made is None or key is None:
+                    stage.ready(pool, None)
                     continue
-                stage(pool, None)
-                if key is not None and collected is not None:
-                    collected[key] = pool[-1]
-                elif shared is not None and key in shared:
-                    shared[key] = pool[-1]
-            return last(pool, initial)
+                operands = [pool[at] for at in stage.where]
+                own = (key, *map(id, operands))
+                if own in made:
+                    pool.append(made[own][0])
+                else:
+                    # Operands are kept, so that no other tensor has their identity.
+                    made[own] = stage.ready(pool, None), operands
+            return last.ready(pool, initial)
 
         return run
 
@@ -500,18 +512,12 @@ class StatementSequence:
             )
         return tuple(found)
 
-    @cached_property
-    def made(self) -> tuple[Hashable | None, ...]:
-        """What each part computes, equal for equal tensors; `None` where it reads more than tensors of the call."""
-        own, found = set(self.bound.layout.tensors), list[Hashable | None]()
-        for part in self.parts[:-1]:
-            written, factors = part.bound.statement.output.subscripts, part.bound.statement.factors
-            alone = not part.clears and not part.unwritten and own.issuperset(part.bound.layout.tensors)
-            # A write to an entry of an index tensor is never outside.
-            drops = part.bound.drop_outside and any(s.plain is None and s.indirect is None for s in written)
-            about = tuple(map(str, written)), tuple(sorted(map(str, factors))), part.sizes.output, drops
-            found.append(about if alone else None)
-        return tuple(found)
+    def _key(self, part: Part) -> Hashable | None:
+        """What a part computes of its tensors; `None` where it reads more than tensors of the call."""
+        if part.clears or part.unwritten or not set(self.bound.layout.tensors).issuperset(part.bound.layout.tensors):
+            return None
+        written, factors = part.bound.statement.output.subscripts, part.bound.statement.factors
+        return tuple(map(str, written)), tuple(map(str, factors)), part.sizes.output, part.bound.drop_outside
 
     def stages(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Iterator[Stage]:
         """The parts with their programs, prepared for tensors of the right shapes."""
@@ -542,12 +548,14 @@ class Stage:
         part: the statement.
         program: what runs it.
         operands: tensors of the right shapes.
+        where: its tensors among those made so far.
         ready: runs it on the tensors made so far, and appends what it makes to them.
     """
 
     part: Part
     program: Executable
     operands: list[Tensor]
+    where: tuple[int, ...]
     ready: Callable[[list[Tensor], Tensor | None], Tensor]
 
     @staticmethod
@@ -593,4 +601,4 @@ class Stage:
             pool.append(result)
             return result
 
-        return Stage(part, program, operands, ready)
+        return Stage(part, program, operands, where, ready)

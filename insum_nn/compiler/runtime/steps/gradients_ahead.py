@@ -24,7 +24,6 @@ from torch import Tensor
 from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import Collection, UndecidedError, collect, collecting
 from insum_nn.compiler.kernels.background import cold, rehearsals
-from insum_nn.compiler.runtime.composite.intermediates import intermediates_apart
 from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.runtime.steps.watch import unwatched
 
@@ -158,7 +157,7 @@ def rehearsal() -> Generator[Collection]:
     """
     collected = collect(found=lambda code: background.submit([code]))
     saved = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-    with collected as collection, saved, intermediates_apart(), unwatched():
+    with collected as collection, saved, unwatched():
         yield collection
 
 

@@ -1,0 +1,62 @@
+"""What autograd records of a call on plain tensors: one function, of whatever is called."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+
+from insum_nn.compiler.kernels.background import cold
+from insum_nn.compiler.runtime.batched_gradients import each_vector
+from insum_nn.compiler.runtime.modes import plain_apply
+from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
+
+__all__ = ["Recorded", "RecordedCall", "record"]
+
+
+class RecordedCall(Protocol):
+    """The constants of a call."""
+
+    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Any, ...]) -> Tensor | tuple[Tensor, ...]:
+        """Compute the results, and save what `gradients` reads."""
+        ...
+
+    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of the initial value and of each tensor, from those of the results.
+
+        They run, or where they are differentiated in turn, are recorded.
+        """
+        ...
+
+
+class Recorded(torch.autograd.Function):
+    """A recorded call."""
+
+    # After the call and an initial value, which is no factor.
+    first_operand = 2
+
+    @staticmethod
+    def forward(ctx: Any, call: RecordedCall, initial: Tensor | None, *tensors: Any) -> Any:
+        ctx.call = call
+        cold.call = Recorded, ctx, call, initial, *tensors
+        try:
+            made = call.run(ctx, initial, tensors)
+        finally:
+            cold.call = None
+        if cold.due:
+            rehearse_gradients(Recorded, ctx, *(made if isinstance(made, tuple) else (made,)))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # A loop instead of `any`: every backward pass comes here.
+        for grad in grads:
+            if grad is not None and (is_legacy_batchedtensor(grad) or grad.is_neg()):
+                return each_vector(Recorded.backward, ctx, grads)
+        return (None, *ctx.call.gradients(ctx, grads))
+
+
+record = plain_apply(Recorded)
+"""`Recorded.apply` for calls on what `is_plain_eager` accepts."""
