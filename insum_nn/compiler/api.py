@@ -20,7 +20,6 @@ from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
-from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.composite.joined_programs import joined_programs
 from insum_nn.compiler.runtime.composite.statement_choice import (
     LONG_SUM,
@@ -72,7 +71,6 @@ __all__ = [
     "LONG_SUM",
     "MOST_CELLS",
     "MOST_TERMS",
-    "BoundProgram",
     "BoundSums",
     "Explanation",
     "JointSums",

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import BoundProgram, BoundSums, built_program, many_by_columns, multilinear, takes_columns
+from insum_nn.compiler.api import BoundSums, Program, built_program, many_by_columns, multilinear, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -296,7 +296,7 @@ class BlockColumns(BoundSums):
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int, ...]]:
+    ) -> tuple[Program, Sequence[Tensor], tuple[int, ...]]:
         """Return the statement of the tensor of that name, and what it reads."""
         (rows, cols), (a, b) = self.grid, operands
         if requested == "W":
@@ -306,7 +306,7 @@ class BlockColumns(BoundSums):
             name, blocks, size = ("X", rows, a.shape[1]) if requested == "Y" else ("Y", cols, a.shape[2])
             read, shape = (a.contiguous(), self._columns(name, b, made)), (b.shape[0], blocks, size)
         named = {"Row": self.row, "Col": self.col, **dict(zip(_READ[requested], read, strict=True))}
-        product = built_program(COLUMNS[requested], COLUMNS_FACTS, self.options).unbound
+        product = built_program(COLUMNS[requested], COLUMNS_FACTS, self.options)
         return product, [named[name] for name in product.names], shape
 
     def result(self, requested: str, written: Tensor) -> Tensor:
@@ -325,6 +325,6 @@ class BlockColumns(BoundSums):
         transposed, blocks = built_program(TRANSPOSED, _NO_FACTS, self.options), self.grid[name == "X"]
         if made is None:
             return transposed(X=samples).view(blocks, columns // blocks, count)
-        turned = transposed.unbound.run_plain((samples,), (columns, count))
+        turned = transposed.run_plain((samples,), (columns, count))
         made[name] = turned.view(blocks, columns // blocks, count)
         return made[name]

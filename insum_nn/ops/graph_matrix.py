@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import BoundProgram, BoundSums, built_program, multilinear
+from insum_nn.compiler.api import BoundSums, Program, built_program, multilinear
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import GroupCOO
@@ -87,18 +87,17 @@ class Grouped:
 
     matrix: GroupCOO
     order: Tensor | None
-    _bound: dict[Hashable, BoundProgram] = field(default_factory=dict[Hashable, BoundProgram])
+    _programs: dict[Hashable, Program] = field(default_factory=dict[Hashable, Program])
 
-    def bound(self, expression: str, options: Options) -> BoundProgram:
-        """Return the program of a statement with this matrix's index tensors bound."""
+    def bound(self, expression: str, options: Options, **named: Tensor) -> tuple[Program, Sequence[Tensor]]:
+        """Return the program of a statement over this matrix, and its tensors in their order."""
         # To hash options takes a while.
         key = expression if options is DEFAULT else (expression, options)
-        found = self._bound.get(key)
+        found = self._programs.get(key)
         if found is None:
-            index = {"Row": self.matrix.group_index, "Col": self.matrix.indices[0]}
-            found = built_program(expression, self.matrix.facts, options).bind(index)
-            self._bound[key] = found
-        return found
+            found = self._programs[key] = built_program(expression, self.matrix.facts, options)
+        named["Row"], named["Col"] = self.matrix.group_index, self.matrix.indices[0]
+        return found, [*map(named.__getitem__, found.names)]
 
     def spread(self, values: Tensor) -> Tensor:
         """Return values of the graph's entries (p,) in slots (g, q)."""
@@ -282,14 +281,14 @@ class _Sums(BoundSums):
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...]]:
+    ) -> tuple[Program, Sequence[Tensor], tuple[int | None, ...]]:
         graph, options, (a, b) = self.graph, fixed_order(self.options), operands
         if requested == "Val":
-            return graph.by_row.bound(COMPARE, options), operands, (graph.num_entries, 1)
+            return *graph.by_row.bound(COMPARE, options, A=a, B=b), (graph.num_entries, 1)
         transposed = requested == "X"
         grouped = graph.grouped(transposed)
         columns = None if made is None else b.shape[1]
-        return grouped.bound(CARRY, options), (grouped.spread(a), b), (graph.num_nodes, columns)
+        return *grouped.bound(CARRY, options, Val=grouped.spread(a), X=b), (graph.num_nodes, columns)
 
     def result(self, requested: str, written: Tensor) -> Tensor:
         return written.squeeze(1) if requested == "Val" else written

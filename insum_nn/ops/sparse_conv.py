@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import (
-    BoundProgram,
     BoundSums,
+    Program,
     built_program,
     by_table,
     is_plain_eager,
@@ -272,7 +272,7 @@ Kind = Literal["Out", "In", "W"]
 # Puts tensors into the order in which a program takes them by position.
 _Arrange = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # A statement over a map: its program, its index tensors, and its output's shape.
-_Bound = tuple[BoundProgram, _Arrange, tuple[Tensor, ...], tuple[int | None, ...]]
+_Bound = tuple[Program, _Arrange, tuple[Tensor, ...], tuple[int | None, ...]]
 
 # For each result, the two tensors that are contracted.
 _OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
@@ -381,7 +381,7 @@ class _Conv(BoundSums):
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[int | None, ...]]:
+    ) -> tuple[Program, Sequence[Tensor], tuple[int | None, ...]]:
         kind, (a, b) = cast("Kind", requested), operands
         if made is None:
             form: IndexForm = "pairs"
@@ -436,6 +436,6 @@ def _bound(kind: Kind, form: IndexForm, kernel_map: KernelMap, groups: int, opti
     else:
         indices = kernel_map.tensors
     text, names = _STATEMENTS[kind, groups > 1, form]
-    program = built_program(text, _KNOWN[form], options).unbound
+    program = built_program(text, _KNOWN[form], options)
     arrange = itemgetter(*map(names.index, program.names))
     return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape

@@ -106,7 +106,6 @@ class _Product:
         self.program = spmm_program(matrix)
         self.index = {part.name: part.tensor for part in matrix.index_parts}
         self.versions = self._versions()
-        self.bound = self.program.bind(self.index)
         self.rows, self.columns = matrix.shape
         # What the rows of the operand (`read`) and of the result (`written`) are reshaped to: (rows,), or (block rows,
         # rows of a block).
@@ -139,8 +138,8 @@ class _Product:
         if torch.is_grad_enabled() and (values.requires_grad or dense.requires_grad):
             result = self.program(tensors={**self.index, "Val": values, "B": operand}, out_shape=shape)
         else:
-            pair = (values, operand) if self.bound.names[0] == "Val" else (operand, values)
-            result = self.bound.run_plain(pair, shape)
+            named = {**self.index, "Val": values, "B": operand}
+            result = self.program.run_plain([*map(named.__getitem__, self.program.names)], shape)
         if not blocks:
             return result
         result = result.reshape(self.padded, n)

@@ -161,8 +161,9 @@ class _Step:
     def __init__(self, source: FirstStep | Statement, device: torch.device, dtype: torch.dtype) -> None:
         self.source = source
         self.tables = source.tables_on(device, dtype)
-        self.bound = source.program.bind(self.tables)
-        self.reads = {name: source.reading(name, device) for name in self.bound.names}
+        names = source.program.names
+        self.reads = {name: source.reading(name, device) for name in names if name not in self.tables}
+        self._order = [(name, self.reads.get(name)) for name in names]
 
     def named(self, operands: Operands) -> dict[str, Tensor]:
         """Tables and operands by name."""
@@ -186,8 +187,8 @@ class _Step:
         # Packed entries of one multiplicity have one or two axes of copies.
         initial = None if initial is None else initial.reshape(shape)
         if key is not None and "Src" not in operands and sums is None:
-            found = [read(operands) for read in self.reads.values()]
-            return self.bound.run_plain(found, shape, initial)
+            found = [read(operands) if read is not None else self.tables[name] for name, read in self._order]
+            return self.source.program.run_plain(found, shape, initial)
         named = self.named(operands)
         if traced:
             named |= {name: graph_constant(table) for name, table in self.tables.items()}

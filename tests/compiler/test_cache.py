@@ -220,7 +220,6 @@ def test_a_program_made_ready_serves_calls_of_its_kind_alone(backend: str):
     rows, x = torch.tensor([0, 2, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.float64)
     scatter = insum_nn.compile("y[E[i],j] += x[i,j]", options=options)
     every_second = insum_nn.compile("y[i,j] += x[2*i,j]", options=options)
-    bound = scatter.bind({"E": rows})
     for extent, dtype in itertools.product((3, 5, 3), (torch.float64, torch.float32, torch.int64)):
         want = torch.zeros(extent, 2, dtype=torch.float64).index_add(0, rows, x)
         given = x.to(dtype)
@@ -232,7 +231,8 @@ def test_a_program_made_ready_serves_calls_of_its_kind_alone(backend: str):
             got += [scatter(E=index, x=given, y=torch.ones(extent, 2, dtype=dtype)) - 1]
             assert all(one.dtype == dtype and torch.equal(one.double(), want) for one in got)
         ones = torch.ones(extent, 2, dtype=dtype)
-        got = [bound(given, out_shape=(extent, None)), bound(given, out_shape=(extent, 2), initial=ones) - 1]
+        ordered = [rows if name == "E" else given for name in scatter.names]
+        got = [scatter.run_plain(ordered, (extent, None)), scatter.run_plain(ordered, (extent, 2), ones) - 1]
         assert all(one.dtype == dtype and torch.equal(one.double(), want) for one in got)
         for size in (1, 2, 1):
             got = [every_second(x=given, sizes={"i": size}), every_second(x=given, out_shape=(size, None))]
@@ -462,13 +462,13 @@ def test_programs_with_other_tensors_given_share_what_was_made_ready(proven: boo
     program = (compile_built if proven else insum_nn.compile)("C[i,n] = B[I[i],n]", facts=facts)
     rows = torch.arange(6.0).reshape(3, 2)
     for index in ([2, 0], [1, 1], [0, 2]):
-        known = program.bind({"I": torch.tensor(index)})
+        known = torch.tensor(index)
         for _ in range(3):
-            assert torch.equal(known(rows, out_shape=(2, 2)), rows[index])
+            assert torch.equal(program(I=known, B=rows, out_shape=(2, 2)), rows[index])
     assert len(program.spec.programs) == 1
     if not proven:
         with pytest.raises(InsumRangeError, match="I"):
-            program.bind({"I": torch.tensor([1, 3])})(rows, out_shape=(2, 2))
+            program(I=torch.tensor([1, 3]), B=rows, out_shape=(2, 2))
 
 
 def test_claims_of_a_caller_fall_where_they_do_not_hold():

@@ -78,17 +78,6 @@ def test_forward_mode():
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_programs_with_given_tensors():
-    program = compile(SPMM, options=GENERATED)
-    val, dense = lazy(4), lazy(5, 2, seed=1)
-    for given, other in (({**INDEX, "Val": val}, dense), ({**INDEX, "B": dense}, val)):
-        known = program.bind(given)
-        plain = other.resolve_neg()
-        for tensor in (plain, plain, other, other):
-            torch.testing.assert_close(known(tensor, out_shape=(4, 2)), product(val, dense))
-
-
-@pytest.mark.usefixtures("interpreter")
 def test_operators_on_formats():
     val, dense = lazy(4), lazy(5, 2, seed=1)
     for options in (GENERATED, Options()):

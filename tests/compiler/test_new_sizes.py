@@ -210,12 +210,12 @@ def test_one_program_at_many_sizes_and_layouts(built: bool, skewed: bool, monkey
 def test_given_tensors_with_others_of_new_sizes():
     program = insum_nn.compile(SPMM, options=GENERATED)
     named = operands(7, 30, 1, skewed=False, transposed=False)
-    given = program.bind({name: named[name] for name in ("Row", "Col", "Val")})
     for columns in (3, 5, 4, 5, 3):
         dense = torch.randn(7, columns)
         want = torch.zeros(7, columns).index_add_(0, named["Row"], named["Val"][:, None] * dense[named["Col"]])
-        torch.testing.assert_close(given(dense, out_shape=(7, None)), want)
-        torch.testing.assert_close(given(dense, out_shape=(7, None), initial=dense), want + dense)
+        own = [dense if name == "B" else named[name] for name in program.names]
+        torch.testing.assert_close(program.run_plain(own, (7, None)), want)
+        torch.testing.assert_close(program.run_plain(own, (7, None), dense), want + dense)
 
 
 def test_what_is_wrong_with_new_sizes_is_said():
@@ -265,16 +265,15 @@ def test_a_sum_that_addresses_the_output_is_checked_for_each_index_tensor():
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("bound", [False, True])
-def test_a_printed_call_notices_what_it_was_not_printed_for(bound: bool):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_printed_call_notices_what_it_was_not_printed_for(ordered: bool):
     """Writes to a builder's tensors, other dtypes, ranks and layouts, sizes that disagree, and a cleared cache."""
     program = compile_built(SPMM, facts=BUILT, options=GENERATED)
 
     def call(named: dict[str, Tensor], shape: tuple[int | None, ...] = (7, None)) -> Tensor:
-        if not bound:
+        if not ordered:
             return program(tensors=named, out_shape=shape)
-        own = program.unbound
-        return own(*[named[name] for name in own.names], out_shape=shape, initial=named.get("C"))
+        return program.run_plain([named[name] for name in program.names], shape, named.get("C"))
 
     def check(named: dict[str, Tensor], initial: Tensor | None = None) -> None:
         want = torch.zeros(7, 3, dtype=named["B"].dtype) if initial is None else initial.expand(7, 3).clone()

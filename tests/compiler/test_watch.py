@@ -32,17 +32,16 @@ def test_calls_are_listed_in_order_with_their_tensors():
     assert TEXT in str(first.explain())
 
 
-def test_calls_of_bound_programs_are_listed_once_and_compute_the_same():
-    bound = compile(TEXT).bind(INDEX)
-    val, x, start = torch.randn(3), torch.randn(2), torch.randn(2)
+def test_calls_by_position_are_listed_once_and_compute_the_same():
+    program = compile(TEXT)
+    named, start = {**INDEX, "Val": torch.randn(3), "x": torch.randn(2)}, torch.randn(2)
+    ordered = [named[name] for name in program.names]
     for _ in range(3):
-        want = bound(val, x, out_shape=(2,), initial=start)
+        want = program(tensors=named, out_shape=(2,), y=start)
         found: list[torch.Tensor] = []
-        (call,) = statement_calls(lambda found=found: found.append(bound(val, x, out_shape=(2,), initial=start)))
+        (call,) = statement_calls(lambda found=found: found.append(program.run_plain(ordered, (2,), start)))
         torch.testing.assert_close(found[0], want)
         assert call.tensors["y"] is start
-        (call,) = statement_calls(lambda found=found: found.append(bound.run_plain((val, x), (2,), start)))
-        torch.testing.assert_close(found[1], want)
 
 
 def test_lists_may_nest_and_leave_calls_out():

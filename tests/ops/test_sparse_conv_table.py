@@ -67,7 +67,7 @@ def ran(monkeypatch):
 
     def watch(*given):
         call = inner(*given)
-        statements.append(call[0].program.expression)
+        statements.append(call[0].expression)
         return call
 
     monkeypatch.setattr(statement_choice, "_everywhere", True)

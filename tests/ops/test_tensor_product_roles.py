@@ -19,7 +19,6 @@ pytest.importorskip("e3nn")
 
 import insum_nn
 from insum_nn.compiler.api import Options, Program
-from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.composite import joined_programs, statement_choice
 from insum_nn.compiler.runtime.composite import joined_programs as joined_module
 from insum_nn.ops import tensor_product_roles as roles_module
@@ -265,13 +264,13 @@ def test_two_steps_only_while_memory_lasts(monkeypatch: pytest.MonkeyPatch):
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
     inputs = [t.requires_grad_() for t in inputs_of(spec, 5)]
     seen: list[str] = []
-    original = BoundProgram.run_plain
+    original = Program.run_plain
 
-    def watch(self: BoundProgram, *given: Any) -> Any:
-        seen.append(self.program.spec.expression)
+    def watch(self: Program, *given: Any) -> Any:
+        seen.append(self.spec.expression)
         return original(self, *given)
 
-    monkeypatch.setattr(BoundProgram, "run_plain", watch)
+    monkeypatch.setattr(Program, "run_plain", watch)
     results = []
     for most in (2**28, 0):
         monkeypatch.setattr(statement_choice, "_MOST_BETWEEN", most)
@@ -323,7 +322,6 @@ for case, shared, rows, cells in runs:
             step.source.program = compile(
                 step.source.expression, facts=facts, static=step.source.tables, options=options
             )
-            step.bound = step.source.program.bind(step.tables)
         for _ in range(2):
             got = source(dict(zip(others(role), given, strict=True)), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from insum_nn.compiler.runtime.bound_program import BoundProgram
 from insum_nn.compiler.runtime.modes import (
     CAST,
     autocast_dtype,
@@ -24,6 +23,7 @@ from insum_nn.compiler.runtime.modes import (
     to_autocast,
     without_autocast,
 )
+from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.runtime.recorded import record
 from insum_nn.compiler.runtime.steps.gradients_ahead import Rehearsed
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
@@ -60,8 +60,8 @@ class BoundSums(ABC):
     @abstractmethod
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[BoundProgram, Sequence[Tensor], tuple[Any, ...]]:
-        """Return the statement that computes a tensor, what it reads by position, and its output's shape.
+    ) -> tuple[Program, Sequence[Tensor], tuple[Any, ...]]:
+        """Return the statement that computes a tensor, what it reads in the order of its names, and its output's shape.
 
         `made` is for what one sum makes of an operand and the next sum of the same tensors can use, by name; `None`
         where a mode is active.
@@ -83,17 +83,17 @@ class BoundSums(ABC):
 
         `made` is as for `call`. `dtype` is that of the result, where it is not that of the operands.
         """
-        bound, read, shape = self.call(requested, operands, made)
+        program, read, shape = self.call(requested, operands, made)
         if dtype is not None:
-            bound = bound.writing(dtype)
+            program = program.writing(dtype)
         initial = initial if initial is None else _in_axes(initial, shape)
-        return self.result(requested, bound.run_plain(read, shape, initial))
+        return self.result(requested, program.run_plain(read, shape, initial))
 
     def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
         """Compute a tensor under any mode, as `Multilinear` says."""
-        bound, read, shape = self.call(requested, operands, None)
-        named = bound.named(read, _in_axes(initial, shape))
-        return self.result(requested, bound.program(tensors=named, out_shape=shape))
+        program, read, shape = self.call(requested, operands, None)
+        named = program.named(read, _in_axes(initial, shape))
+        return self.result(requested, program(tensors=named, out_shape=shape))
 
 
 def _in_axes(initial: Tensor | None, shape: tuple[Any, ...]) -> Tensor | None:

@@ -23,7 +23,6 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
 from insum_nn.compiler.runtime.autograd import apply, apply_recorded
-from insum_nn.compiler.runtime.bound_program import BoundProgram, Shape
 from insum_nn.compiler.runtime.dispatch import (
     Spec,
     broadcast,
@@ -40,10 +39,11 @@ from insum_nn.compiler.runtime.tracing.traced import call_operator
 from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
-from insum_nn.locks import cached_property
 from insum_nn.tensor_cache import same_views
 
 __all__ = ["Program", "ProgramSum", "Shape"]
+
+Shape = Sequence[int | None]
 
 # Kinds of arguments that need no look at them.
 _SHAPES = (type(None), tuple, torch.Size)
@@ -58,6 +58,7 @@ class Program:
     Attributes:
         expression: the statement as text.
         options: compile options.
+        names: the tensors of a call, in the order of `run_plain`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Program:
         self.options = spec.options
         self._sizes: dict[str, int] = dict(sizes)
         self._out_shape = None if out_shape is None else tuple(out_shape)
-        self._names: tuple[str, ...] = layout_of(self.statement).tensors
+        self.names: tuple[str, ...] = layout_of(self.statement).tensors
         self._index_names: tuple[str, ...] = self.statement.index_tensors()
         self._text: str = spec.to_json()
 
@@ -198,20 +199,37 @@ class Program:
             shape = shape_for(self.statement, out, {**self._sizes, **(sizes or {})}, shape)
         return write_out(self.expression, out, self(sizes=sizes, out_shape=shape, tensors=named))
 
-    def bind(self, tensors: Mapping[str, Tensor]) -> BoundProgram:
-        """Return the program with some of its tensors bound, to call it repeatedly with others.
+    def run_plain(self, ordered: Sequence[Tensor], out_shape: Shape, initial: Tensor | None = None) -> Tensor:
+        """Run the statement on plain tensors in eager mode without autocast, and record nothing.
+
+        Args:
+            ordered: the tensors, in the order of `names`.
+            out_shape: the output's shape, a tuple; `None` entries are inferred.
+            initial: the initial value; it may broadcast to the output.
 
         >>> product = Program("y[Row[p]] += Val[p] * x[Col[p]]")
-        >>> bound = product.bind({"Row": torch.tensor([0, 1]), "Col": torch.tensor([1, 1])})
-        >>> bound(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0]), out_shape=(2,))
+        >>> product.names
+        ('Row', 'Val', 'x', 'Col')
+        >>> row, col = torch.tensor([0, 1]), torch.tensor([1, 1])
+        >>> product.run_plain((row, torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0]), col), (2,))
         tensor([20., 30.])
         """
-        return BoundProgram(self, tensors)
+        calls = self._spec.calls
+        # `call_kind`, written out: a layer calls several of these.
+        kind = (ordered[0].is_cuda, *map(dtype_of, ordered))
+        printed = calls.get(kind) if calls and watch.calls is None else None
+        result = None if printed is None else printed.call(ordered, initial, self._sizes, out_shape)
+        if result is not None:
+            return result
+        with torch.no_grad():
+            return self(tensors=self.named(ordered, initial), out_shape=out_shape)
 
-    @cached_property
-    def unbound(self) -> BoundProgram:
-        """The program with no tensor bound: a call takes all by position, and records no gradients."""
-        return self.bind({})
+    def named(self, ordered: Sequence[Tensor], initial: Tensor | None) -> dict[str, Tensor]:
+        """Return the tensors of `run_plain` by name: of a call, which follows every mode."""
+        named = dict(zip(self.names, ordered, strict=True))
+        if initial is not None:
+            named[self.statement.output.name] = initial
+        return named
 
     @lru_cache(maxsize=1024)  # noqa: B019
     def writing(self, dtype: torch.dtype) -> Program:
@@ -222,7 +240,7 @@ class Program:
         """The tensors in the layout's order, and the initial value; `None` where one is out of the ordinary."""
         if torch._C._is_any_autocast_enabled():
             return None
-        names, initial = self._names, None
+        names, initial = self.names, None
         if len(named) != len(names):
             initial = named.get(self.statement.output.name)
             if initial is None or len(named) != len(names) + 1:
@@ -243,12 +261,12 @@ class Program:
         statement = self.statement
         named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
         initial = named.get(statement.output.name)
-        if len(named) != len(self._names) + (initial is not None) or not named.keys() >= set(self._names):
+        if len(named) != len(self.names) + (initial is not None) or not named.keys() >= set(self.names):
             check_names(statement.text, statement.tensors(), (statement.output.name,), named, statement)
         if torch._C._is_any_autocast_enabled() and statement.is_product:
             named = {name: to_autocast(value) for name, value in named.items()}
             initial = named.get(statement.output.name)
-        ordered = [named[name] for name in self._names]
+        ordered = [named[name] for name in self.names]
         self._spec.check_kinds(ordered, initial)
         return ordered, initial
 
@@ -328,7 +346,7 @@ class Program:
         ordered, initial = self._arrange(named)
         extents = self._extents(ordered, initial, sizes, out_shape)
         check_extents(self.statement, ordered, extents, drop_outside=self._spec.drop_outside)
-        inputs = dict(zip(self._names, ordered, strict=True))
+        inputs = dict(zip(self.names, ordered, strict=True))
         initial = broadcast(initial, extents)
         total = interpret(self.statement, inputs, extents, initial, drop_outside=self._spec.drop_outside)
         return self._spec.epilogue.activated(total)
@@ -408,7 +426,7 @@ class ProgramSum:
         named = {**(tensors or {}), **named}
         output = self.programs[0].statement.output.name
         for program in self.programs:
-            used = {name: named[name] for name in (*program._names, output) if name in named}
+            used = {name: named[name] for name in (*program.names, output) if name in named}
             named[output] = program(sizes=sizes, out_shape=out_shape, tensors=used)
         return named[output]
 
