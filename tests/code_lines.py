@@ -26,7 +26,7 @@ class Budget(NamedTuple):
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
     "compiler": Budget(18731, 13000),
-    "ops": Budget(2721, 1800),
+    "ops": Budget(2673, 1800),
     "layers": Budget(4809, 4800),
     "formats": Budget(2046, 2100),
     "structure": Budget(2636, 2700),
@@ -34,7 +34,7 @@ BUDGETS: dict[str, Budget] = {
     "models": Budget(672, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(798, 800),
-    PACKAGE: Budget(34174, 27500),
+    PACKAGE: Budget(34127, 27500),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -129,7 +129,6 @@ AUTOGRAD_FUNCTIONS: dict[str, str] = {}
 # file of ops/ or layers/ -> why it keeps anything all the same; each line here is a debt.
 KEPT_OF_TENSORS: dict[str, str] = {
     "insum_nn/ops/graph_matrix.py": "the sorted matrix of an edge list: sorting costs more than a product with it",
-    "insum_nn/ops/spmm.py": "a bound call: on 40 rows a product takes 31 us with it, 47 us without; recorded 57 and 67",
     "insum_nn/ops/tensor_product_spec.py": "what a spec decides for each device: selections of columns, programs",
     "insum_nn/ops/tensor_product_roles.py": "likewise",
 }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import Program, built_program, is_plain_eager
+from insum_nn.compiler.api import Program, built_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.dtypes import not_dense
 from insum_nn.formats import BlockFormat, SparseFormat
@@ -70,21 +68,6 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
     >>> spmm(BlockCOO.from_dense(torch.ones(3, 3), block_shape=(2, 2)), torch.tensor([1.0, 2.0, 3.0])).tolist()
     [6.0, 6.0, 6.0]
     """
-    if torch.compiler.is_dynamo_compiling() or options != DEFAULT:
-        return _checked(matrix, dense, options)
-    known = matrix.shared.get("spmm") if isinstance(matrix, SparseFormat) else None  # pyright: ignore[reportUnnecessaryIsInstance]
-    current = known is not None and known.current()
-    if known is not None and current and known.takes(matrix, dense):
-        return known(matrix, dense)
-    result = _checked(matrix, dense, options)
-    if not current:
-        # The first product leaves a mark, the second builds the bound call, the third is the first to use it: for fewer
-        # products, building it costs more than it saves.
-        matrix.shared["spmm"] = _Product(matrix) if "spmm" in matrix.shared else None
-    return result
-
-
-def _checked(matrix: SparseFormat, dense: Tensor, options: Options) -> Tensor:
     expression = spmm_expression(matrix)
     vector = not_dense(dense) is None and dense.ndim == 1
     if vector:
@@ -97,53 +80,6 @@ def _checked(matrix: SparseFormat, dense: Tensor, options: Options) -> Tensor:
     else:
         result = run(expression, matrix.facts, named, options, (m, None))
     return result.squeeze(1) if vector else result
-
-
-class _Product:
-    """A bound call: everything about a product that depends on the matrix's structure alone."""
-
-    def __init__(self, matrix: SparseFormat) -> None:
-        self.program = spmm_program(matrix)
-        self.index = {part.name: part.tensor for part in matrix.index_parts}
-        self.versions = self._versions()
-        self.rows, self.columns = matrix.shape
-        # What the rows of the operand (`read`) and of the result (`written`) are reshaped to: (rows,), or (block rows,
-        # rows of a block).
-        self.read, self.written = (self.columns,), (self.rows,)
-        if isinstance(matrix, BlockFormat):
-            (a, b), (rows, cols) = matrix.block_shape, matrix.grid_shape
-            self.read, self.written = (cols, b), (rows, a)
-        self.fits, self.padded = math.prod(self.read) == self.columns, math.prod(self.written)
-
-    def _versions(self) -> list[int]:
-        return [tensor._version for tensor in self.index.values()]
-
-    def current(self) -> bool:
-        """Return whether no index tensor was written to since."""
-        return self.versions == self._versions()
-
-    def takes(self, matrix: SparseFormat, dense: object) -> bool:
-        """Return whether an operand is a plain matrix that fits as it is, in eager mode."""
-        values = matrix.values
-        if not isinstance(dense, Tensor) or not is_plain_eager(values, dense) or torch._C._is_any_autocast_enabled():
-            return False
-        if dense.ndim != 2 or dense.dtype != values.dtype or dense.device != values.device:
-            return False
-        return dense.layout is torch.strided and dense.shape[0] == self.columns and self.fits
-
-    def __call__(self, matrix: SparseFormat, dense: Tensor) -> Tensor:
-        values, n, blocks = matrix.values, dense.shape[1], len(self.read) == 2
-        operand = dense.reshape(*self.read, n) if blocks else dense
-        shape = (*self.written, n)
-        if torch.is_grad_enabled() and (values.requires_grad or dense.requires_grad):
-            result = self.program(tensors={**self.index, "Val": values, "B": operand}, out_shape=shape)
-        else:
-            named = {**self.index, "Val": values, "B": operand}
-            result = self.program.run_plain([*map(named.__getitem__, self.program.names)], shape)
-        if not blocks:
-            return result
-        result = result.reshape(self.padded, n)
-        return result if self.padded == self.rows else result[: self.rows]
 
 
 def _blocks(expression: str, matrix: BlockFormat, named: dict[str, Tensor], options: Options) -> Tensor:
