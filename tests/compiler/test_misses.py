@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -465,3 +465,33 @@ def test_a_static_entry_of_minus_one_is_not_unrolled(interpreter: None):
     source = str(program.explain(x=x, **tensors)).split("kernel source")[1]
     assert source.count("tl.load") == 2
     assert ">= 0" not in source
+
+
+@pytest.mark.parametrize(
+    ("expression", "tables"),
+    [
+        # Terms that miss would read entry 0 or 2 of x, others read entry 1.
+        ("y[i] += A[x[I[i]],j]", {"I": [-1, 1, 1]}),
+        ("y[i] += A[x[2*i-1],j]", {}),
+        ("y[x[I[i]]] += B[i]", {"I": [-1, 1, 1]}),
+        ("y[i] max= A[x[I[i]],j] * B[x[2*I[i]-1]]", {"I": [-1, 1, 1]}),
+    ],
+)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("c", marks=pytest.mark.c)])
+def test_an_entry_that_no_term_reads_may_point_anywhere(
+    backend: Literal["eager", "c"], expression: str, tables: dict[str, list[int]]
+):
+    given = {"x": torch.tensor([13, 1, 13]), **{name: torch.tensor(each) for name, each in tables.items()}}
+    named = {"A": torch.randn(3, 2, requires_grad=True), "B": torch.randn(3, requires_grad=True)}
+    program = insum_nn.compile(expression, sizes={"i": 3}, out_shape=(3,), options=Options(backend=backend))
+    named = {name: tensor for name, tensor in named.items() if name in program.statement.tensors()}
+    got = program(tensors={**given, **named})
+    want = program.reference(tensors={**given, **named})
+    torch.testing.assert_close(got.double(), want.double())
+    safe = {**given, "x": torch.where(given["x"] > 2, 0, given["x"])}
+    for one, other in zip(
+        torch.autograd.grad(got.sum(), [*named.values()]),
+        torch.autograd.grad(program(tensors={**safe, **named}).sum(), [*named.values()]),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)

@@ -236,10 +236,12 @@ class GraphWriter:
             at = self.position(subscript)
             node, misses = at.node, dict(at.misses)
             affine = not isinstance(subscript, Index | Load)
+            inner = subscript.subscripts if isinstance(subscript, Load) else ()
             if affine and checked:
                 low, high = self.call(operator.ge, node, 0), self.call(operator.lt, node, size)
                 misses[self.call(torch.logical_and, low, high)] = at.labels
-            if affine and misses:
+            # An entry that is read where something else misses may be one of no term, which points anywhere.
+            if misses and (affine or scattered_axes(inner)):
                 node = self.call(torch.clamp, node, 0, self.call(operator.sub, size, 1))
             elif misses:
                 node = self.call(torch.clamp, node, min=0)
@@ -261,8 +263,7 @@ class GraphWriter:
         plain = plain_labels([s for axis, s in enumerate(read.subscripts) if axis not in addressed])
         if not addressed:
             return Value(source, plain, owned=False)
-        subscripts, buffer = read.subscripts, read.buffer
-        places = {n: self.place(subscripts[n], self.axis_size(buffer, n), checked=True) for n in addressed}
+        places = {n: self.place(read.subscripts[n], self.axis_size(read.buffer, n), checked=True) for n in addressed}
         listed, labels, at = self.indexing(places)
         if len(places) == 1 and labels and not self.compiled:
             # The fastest gather there is. The method, as other packages replace torch's function by their own.
