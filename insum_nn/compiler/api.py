@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.explain.html import Table, panel
 from insum_nn.compiler.explain.report import Explanation
+from insum_nn.compiler.explain.sections import table
 from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.kernels.row_partition import keep_bitmasks, keep_lengths
 from insum_nn.compiler.lang.index_checks import stats_of
@@ -34,7 +34,6 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
     pays_between,
     takes_columns,
 )
-from insum_nn.compiler.runtime.library.silu import silu
 from insum_nn.compiler.runtime.modes import (
     autocast_dtype,
     graph_constant,
@@ -78,7 +77,6 @@ __all__ = [
     "ProgramSum",
     "StatementCall",
     "StatementsProgram",
-    "Table",
     "adds_atomically",
     "autocast_dtype",
     "built_program",
@@ -108,16 +106,15 @@ __all__ = [
     "needed_gradients",
     "options_text",
     "pairs_are_faster",
-    "panel",
     "paths_are_products",
     "pays_between",
     "product_dtype",
     "recorded",
     "records_graph",
     "run_statements",
-    "silu",
     "statement_calls",
     "stats_of",
+    "table",
     "takes_columns",
     "to_autocast",
     "under_autocast",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
-from insum_nn.compiler.api import Table, panel
+from insum_nn.compiler.api import table
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumFormatError, InsumNameError
 from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
@@ -77,18 +77,10 @@ class SwapReport:
         return tuple(row for row in self.rows if row.action == "left")
 
     def __str__(self) -> str:
-        return f"{self._table().text()}\n{self._count()}"
-
-    def _repr_html_(self) -> str:
-        return panel(self._count(), [self._table()])
-
-    def _count(self) -> str:
-        return f"{len(self.swapped)} {'would be ' * self.dry_run}swapped, {len(self.left)} left alone"
-
-    def _table(self) -> Table:
         action = {"swapped": "would swap" if self.dry_run else "swapped", "left": "left alone"}
         rows = [(row.name or "(model)", row.layer, action[row.action], row.detail) for row in self.rows]
-        return Table(("layer", "class", "action", "detail"), rows)
+        count = f"{len(self.swapped)} {'would be ' * self.dry_run}swapped, {len(self.left)} left alone"
+        return f"{table(('layer', 'class', 'action', 'detail'), rows)}\n{count}"
 
 
 # The swap.

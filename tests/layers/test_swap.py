@@ -347,14 +347,6 @@ def test_what_holds_parameters_or_computes_has_a_row():
     ]
 
 
-def test_the_report_in_a_notebook():
-    report = swap(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), dry_run=True, block_sparse={"0": 0.5})
-    page = report._repr_html_()
-    assert "<h1>1 would be swapped, 1 left alone</h1>" in page
-    assert "<td>0</td><td>torch.nn.Linear</td><td>would swap</td>" in page
-    assert page.startswith('<article class="insum">')
-
-
 def test_the_model_itself():
     layer = nn.Linear(8, 8)
     report = swap(layer, block_sparse={"*": 0.5})

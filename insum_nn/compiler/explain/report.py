@@ -5,16 +5,13 @@ An `Explanation` holds text and sizes, but no tensors: it may be kept, compared 
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.explain.html import Section, Table, page, panel
 from insum_nn.compiler.explain.library import torch_code
 from insum_nn.compiler.explain.loop_nest import (
     ExtentSource,
@@ -25,6 +22,7 @@ from insum_nn.compiler.explain.loop_nest import (
     loop_lines,
     loop_notes,
 )
+from insum_nn.compiler.explain.sections import section, table
 from insum_nn.compiler.kernels.c_program import CProgram
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.generated import Generated
@@ -70,7 +68,7 @@ class TensorRow:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """How a statement is computed: `str()` is the whole text, `short()` a summary, `html()` a page.
+    """How a statement is computed: `str()` is the whole text, `short()` a summary.
 
     Attributes:
         statement: the statement.
@@ -138,10 +136,7 @@ class Explanation:
         return "\n\n".join(self._sources) if self.backend in ("c", "triton") else self.torch_code
 
     def __str__(self) -> str:
-        return "\n\n".join(section.text() for section in self.sections())
-
-    def _repr_html_(self) -> str:
-        return panel(str(self.statement), self.sections()[1:])
+        return "\n\n".join(section(title, body) for title, body in self.sections())
 
     def short(self) -> str:
         """Return about 15 lines: statement, loop nest, backend and reason, decisions."""
@@ -162,64 +157,44 @@ class Explanation:
     def __repr__(self) -> str:
         return self.short()
 
-    def html(self) -> str:
-        """Return one self-contained page of all sections. It loads and executes nothing."""
-        return page(str(self.statement), self.sections()[1:])
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page (`.html`) or the text (`.txt`), and return the path.
-
-        Raises:
-            ValueError: the name ends in none of these.
-        """
-        target = Path(path)
-        makers = {".html": self.html, ".txt": lambda: str(self) + "\n"}
-        maker = makers.get(target.suffix.lower())
-        if maker is None:
-            raise ValueError(f"cannot save an explanation as {target.name!r}; end its name in {', '.join(makers)}")
-        target.write_text(maker(), encoding="utf-8")
-        return target
-
-    def sections(self) -> list[Section]:
-        """Return the content in order, for the text and for the page."""
-        sections = [
-            Section("statement", code=str(self.statement)),
-            Section("loop nest", code=self.loop_nest),
-            Section("extents", table=self._extent_table()),
-            Section("tensors", table=self._tensor_table()),
+    def sections(self) -> list[tuple[str, str]]:
+        """Return titles and texts, in order."""
+        found = [
+            ("statement", str(self.statement)),
+            ("loop nest", self.loop_nest),
+            ("extents", self._extents()),
+            ("tensors", self._tensors()),
         ]
         if self.backend is None:
-            return [*sections, Section("program", note=f"none: {self.reason}")]
-        rows = [(d.topic, d.choice, d.reason) for d in self.decisions]
-        table = Table(("about", "choice", "because"), rows)
-        sections.append(Section("decisions", table=table, plain="\n".join(map(_paragraph, self.decisions))))
-        return [*sections, *self._code_sections(), Section("schedule and time", table=Table((), self._timing()))]
+            return [*found, ("program", f"none: {self.reason}")]
+        found.append(("decisions", "\n".join(map(_paragraph, self.decisions))))
+        return [*found, *self._code_sections(), ("schedule and time", table((), self._timing()))]
 
-    def _code_sections(self) -> list[Section]:
+    def _code_sections(self) -> list[tuple[str, str]]:
         """Return the code that runs."""
-        sections: list[Section] = []
+        sections: list[tuple[str, str]] = []
         for number, part in enumerate(self.parts, start=1):
-            sections.append(Section(f"statement {number} of {len(self.parts)}", code=str(part.statement)))
+            sections.append((f"statement {number} of {len(self.parts)}", str(part.statement)))
             sections += part._code_sections()
         if self.parts:
             return sections
         if self.backend == "triton":
             steps = "\n".join(f"{number}. {step}" for number, step in enumerate(self.steps, start=1))
-            sections.append(Section("steps", code=steps or "none: there is no cell to write"))
+            sections.append(("steps", steps or "none: there is no cell to write"))
         if self.torch_code is not None:
             title = "around the C function" if self.backend == "c" else "torch code"
-            sections.append(Section(title, code=self.torch_code, folded=True))
+            sections.append((title, self.torch_code))
         if self._sources:
-            sections.append(Section("kernel source", code="\n\n".join(self._sources), folded=True))
+            sections.append(("kernel source", "\n\n".join(self._sources)))
         return sections
 
-    def _extent_table(self) -> Table:
+    def _extents(self) -> str:
         rows = [(row.name, _extent(row.extent), row.source) for row in self.extents]
         if self.output_shape is not None:
             rows.append((self.statement.output.name, _shape(self.output_shape), "the result"))
-        return Table(("name", "extent", "from"), rows)
+        return table(("name", "extent", "from"), rows)
 
-    def _tensor_table(self) -> Table:
+    def _tensors(self) -> str:
         rows: list[tuple[str, ...]] = []
         for row in self.tensors:
             details = () if row.shape is None else (_shape(row.shape), _dtype(row.dtype), row.device or "")
@@ -227,7 +202,7 @@ class Explanation:
             rows.append((row.name, row.kind, ", ".join(row.accesses), *details, *facts))
         detailed = any(row.shape is not None for row in self.tensors)
         head = ("tensor", "kind", "read as", "shape", "dtype", "device", "facts")
-        return Table(head if detailed else head[:3], rows)
+        return table(head if detailed else head[:3], rows)
 
     def _timing(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("schedule", self.schedule or "")]

@@ -24,7 +24,7 @@ from insum_nn.compiler.runtime.modes import (
     without_autocast,
 )
 from insum_nn.compiler.runtime.program import Program
-from insum_nn.compiler.runtime.recorded import record
+from insum_nn.compiler.runtime.recorded import Recorded, record
 from insum_nn.compiler.runtime.steps.gradients_ahead import Rehearsed
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
@@ -257,26 +257,27 @@ def multilinear_traced(sums: Multilinear, requested: str, *operands: Tensor, ini
 
     `initial` is (n,).
     """
-    return _Traced.apply(sums, requested, initial, *operands)  # type: ignore[no-any-return]
+    return Recorded.apply(_TracedCall(sums, requested), initial, *operands)  # type: ignore[no-any-return]
 
 
-class _Traced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sums: Multilinear, requested: str, initial: Tensor | None, *operands: Tensor) -> Tensor:
-        ctx.save_for_backward(*operands)
-        ctx.rest = sums, requested
-        return sums.in_modes(requested, operands, initial)
+class _TracedCall(NamedTuple):
+    sums: Multilinear
+    requested: str
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (sums, left), (grad,) = ctx.rest, grads
-        tensors = dict(zip(sums.operands[left], ctx.saved_tensors, strict=True), **{left: grad})
-        _, _, of_initial, *needed = ctx.needs_input_grad
+    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return self.sums.in_modes(self.requested, tensors, initial)
+
+    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        (sums, left), (grad,) = self, grads
+        assert grad is not None
+        names, (of_initial, *needed) = sums.operands[left], ctx.needs_input_grad[1:]
+        tensors = {**dict(zip(names, ctx.saved_tensors, strict=True)), left: grad}
         found = [
-            multilinear_traced(sums, name, *[tensors[each] for each in sums.operands[name]]) if own else None
-            for name, own in zip(sums.operands[left], needed, strict=True)
+            multilinear_traced(sums, name, *map(tensors.__getitem__, sums.operands[name])) if own else None
+            for name, own in zip(names, needed, strict=True)
         ]
-        return None, None, grad.sum(0) if of_initial else None, *found
+        return grad.sum(0) if of_initial else None, *found
 
 
 class JointSums(Protocol):

@@ -370,7 +370,7 @@ class Program:
             **named: tensors to explain the call with; without any, only what the text alone says is shown.
 
         Returns:
-            An `Explanation`: `str()` is the text, `.html()` the same as a page.
+            An `Explanation`: `str()` is the text, `.short()` a summary.
         """
         named = {**(tensors or {}), **named}
         merged = {**self._sizes, **(sizes or {})}
