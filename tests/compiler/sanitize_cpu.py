@@ -43,8 +43,8 @@ from tests.compiler.test_c_kernels import STATEMENTS, in_dtype, products, with_d
 from tests.compiler.test_functions import c_cases
 from tests.compiler.test_property import gradients, moved, run
 
-# Reads of some lanes by one instruction are not watched, those lane by lane are. An address is watched where it is used:
-# to watch where it is formed too takes the compiler a sixth longer.
+# Reads of some lanes by one instruction are not watched, those lane by lane are. An address is watched where it is
+# used: to watch where it is formed too takes the compiler a sixth longer.
 _SANITIZERS = (
     "-fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow -fno-sanitize-recover=all "
     "-U__AVX__ -U__AVX512F__ -fopenmp -g1 -O0 -w"
