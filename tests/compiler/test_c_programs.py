@@ -212,6 +212,47 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     insum_nn.clear_cache()
 
 
+@pytest.mark.parametrize("fault", ["not an option", "no library of threads"])
+def test_a_compiler_without_threads(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As clang's where only gcc's library is loaded: the function runs on one thread."""
+    compiler = c_compiler.find_compiler()
+    assert compiler is not None
+    also = "exit 1" if fault == "not an option" else 'set -- "$@" -include "$0.h"'
+    alone = tmp_path / "clang"
+    alone.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) {also};; esac\nexec {compiler[0]} "$@"\n')
+    Path(f"{alone}.h").write_text(
+        "void no_such_library(void);\n__attribute__((constructor)) void f(void) { no_such_library(); }"
+    )
+    alone.chmod(0o755)
+    monkeypatch.setenv("CC", str(alone))
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path / "cache"))
+    given, program = entries(), insum_nn.compile(SPMM)
+    # Made, then found.
+    for _ in range(2):
+        insum_nn.clear_cache()
+        torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
+        assert "compiled, for one thread" in str(program.explain(tensors=given, out_shape=(20, None)))
+    insum_nn.clear_cache()
+
+
+def test_a_kept_library_that_cannot_be_loaded_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path))
+    given, program = entries(), insum_nn.compile(SPMM)
+    for _ in range(2):
+        insum_nn.clear_cache()
+        torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
+        (own,) = [p.run for p in execution._cache.values() if isinstance(p.run, c_program.CProgram)]
+        assert own.compiled
+        assert not own.error
+        libraries = [*tmp_path.rglob("*.so")]
+        assert libraries
+        for library in libraries:
+            library.unlink()
+            library.write_bytes(b"damaged")
+            library.chmod(0o600)
+    insum_nn.clear_cache()
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CC", "no-compiler")
     insum_nn.clear_cache()
@@ -267,6 +308,25 @@ def test_a_forked_process_compiles_by_itself(tmp_path: Path):
     """In a new process: here other tests ran threads, which a fork does not survive."""
     environment = {**os.environ, "INSUM_NN_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], env=environment, check=True, timeout=100)
+
+
+THREADS = """
+import torch
+from insum_nn import insum
+torch.set_num_threads(2)
+row, dense = torch.arange(4000), torch.rand(4000, 32)
+assert torch.equal(insum("C[Row[p],n] += B[p,n] * 2", Row=row, B=dense, out_shape=(4000, None)), 2 * dense)
+with open("/proc/self/maps") as file:
+    mapped = {line.split()[-1] for line in file if "libgomp" in line or "libomp" in line or "libiomp" in line}
+assert len(mapped) == 1, mapped
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of a process")
+def test_threads_are_those_of_torch(tmp_path: Path):
+    """A second library of threads would not know of the first one's."""
+    environment = {**os.environ, "INSUM_NN_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", THREADS], env=environment, check=True, timeout=100)
 
 
 @pytest.mark.parametrize("name", ["Y", "X"])

@@ -34,6 +34,8 @@ __all__ = ["CFunction", "background", "find_compiler", "submit"]
 _FLAGS = (
     "-std=gnu11 -O2 -fno-tree-vectorize -fno-tree-slp-vectorize -fno-math-errno -fno-trapping-math -fPIC -w"
 ).split()
+# What tells, of a library that was compiled before, whether it has threads.
+_SAYS_ALONE = "#ifndef _OPENMP\nint insum_alone;\n#endif\n"
 # Seconds after which a compilation is given up; the slowest of the kernels of all tests takes a tenth.
 _LONGEST = 60.0
 # Of the cache folder.
@@ -74,8 +76,7 @@ def _processor() -> Sequence[str]:
             lines = file.read().partition("\n\n")[0].splitlines()
     except OSError:
         return [platform.machine(), platform.processor()]
-    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
-    return [line for line in lines if line.startswith(wanted)]
+    return [x for x in lines if x.startswith(("model name", "flags", "Features", "CPU part", "CPU implementer"))]
 
 
 def background() -> bool:
@@ -93,15 +94,16 @@ class CFunction:
         row: makes the row of them.
         run: the function of a row; `None`: it is not compiled yet, or could not be.
         error: why it could not be compiled; empty where it could, or nothing was tried yet.
+        alone: it runs on one thread, as no library of the compiler's OpenMP is loaded.
     """
 
-    __slots__ = ("_compiled", "_workers", "arguments", "error", "name", "row", "run", "text")
+    __slots__ = ("_compiled", "_workers", "alone", "arguments", "error", "name", "row", "run", "text")
 
     def __init__(self, text: str, name: str, arguments: int) -> None:
         self.text, self.name, self.arguments = text, name, arguments
         self.row = struct.Struct(f"{arguments}q").pack
         self.run: Any = None
-        self.error = ""
+        self.error, self.alone = "", False
         self._workers: _Workers | None = None
         self._compiled = threading.Event()
 
@@ -119,9 +121,7 @@ class CFunction:
     def find(self) -> bool:
         """Load it where some process compiled it before, and tell whether it did."""
         with located(_KIND, f"{self._key()}.so") as path:
-            if path is not None:
-                self._load(path)
-        return self.run is not None
+            return path is not None and self._load(path)
 
     def compile(self) -> None:
         """Compile and load it now."""
@@ -143,24 +143,29 @@ class CFunction:
         assert command is not None
         with tempfile.TemporaryDirectory(prefix="insum_nn-") as place:
             library = Path(place, "kernel.so")
-            # Linked without a library of threads: torch has loaded one, and two would not know of each other.
             run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=_LONGEST, cwd=place)
-            done = run([*command, "-fopenmp", "-c", "-x", "c", "-", "-o", "kernel.o"], input=self.text)
-            if not done.returncode:
-                done = run([command[0], "-shared", "kernel.o", "-o", str(library)])
-            if done.returncode:
-                self.error = f"{command[0]} ended with status {done.returncode}: {done.stderr[:2000]}"
-                return
-            # Where nothing can be kept, it is loaded from where it was made.
-            if not (write(_KIND, f"{self._key()}.so", library.read_bytes()) and self.find()):
-                self._load(str(library))
+            # Linked without a library of threads: torch has loaded one, and two would not know of each other. It is
+            # gcc's, so that functions of clang run on one thread, unless something has loaded LLVM's.
+            for threads in ("-fopenmp", "-fno-openmp"):
+                done = run([*command, threads, "-c", "-x", "c", "-", "-o", "kernel.o"], input=self.text + _SAYS_ALONE)
+                done = done if done.returncode else run([command[0], "-shared", "kernel.o", "-o", str(library)])
+                if done.returncode:
+                    self.error = f"{command[0]} ended with status {done.returncode}: {done.stderr[:2000]}"
+                elif self._load(str(library)):
+                    write(_KIND, f"{self._key()}.so", library.read_bytes())
+                    return
 
-    def _load(self, path: str) -> None:
-        function = ctypes.CDLL(path)[self.name]
-        function.restype = ctypes.c_int
-        function.argtypes = [ctypes.c_char_p]
+    def _load(self, path: str) -> bool:
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            self.error = str(error)
+            return False
+        function, self.alone, self.error = library[self.name], hasattr(library, "insum_alone"), ""
+        function.restype, function.argtypes = ctypes.c_int, [ctypes.c_char_p]
         self.run = function
         self._compiled.set()
+        return True
 
 
 class _Workers:
@@ -168,8 +173,7 @@ class _Workers:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._threads = 0
-        self._lock = new_lock()
+        self._threads, self._lock = 0, new_lock()
 
     def submit(self, task: Any) -> None:
         self._queue.put(task)

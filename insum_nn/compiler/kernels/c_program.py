@@ -173,9 +173,7 @@ class CProgram:
         self.kernels: list[CKernel] = []
         self._functions: list[CFunction] = []
         self._names: dict[str, Any] = {}
-        self.compiled = False
-        self._calls = 0
-        self._printing = new_lock()
+        self.compiled, self._calls, self._printing = False, 0, new_lock()
         self._indices = [len(part.bound.layout.indices) for part in parts] if indices is None else indices
         last = max((place for part in parts for place in part.places), default=-1)
         self._tensors = 1 + last if tensors is None else tensors
@@ -208,8 +206,7 @@ class CProgram:
             self._functions = [function, *(each for dtype in printed.sorted for each in sorting(dtype))]
             self.host = "\n".join(printed.lines)
             names = {**printed.names, "run": self._run, "row": function.row, "threads": torch.get_num_threads}
-            names |= {"entries_of": entries_of, "order_of": order_of}
-            names |= {"empty": torch.empty, "zeros": torch.zeros}
+            names |= {"entries_of": entries_of, "order_of": order_of, "empty": torch.empty, "zeros": torch.zeros}
             self._names = names
             self.body = function_of_lines(printed.lines, names, f"{parts[0].bound.statement.text} in C")
             self.text = text
@@ -289,8 +286,9 @@ class CProgram:
 
     def described(self) -> Description:
         """Describe what a call runs."""
-        run = self._functions[0].run if self.text else None
-        state = "compiled" if run is not None else "library calls serve until it is compiled"
+        state = "library calls serve until it is compiled"
+        if self.text and self._functions[0].run is not None:
+            state = "compiled" + self._functions[0].alone * ", for one thread: its compiler's OpenMP is not loaded"
         if self.error:
             state = f"library calls serve, as it could not be compiled: {self.error}"
         choices = [
