@@ -77,7 +77,9 @@ _SHAPE = (bool, [int], [int], [int], [[(int, [(str, int)])]])
 
 def _covered(form: Form) -> _Covered:
     """What the attributes of a `Coverage` are."""
-    never = form.combine == "atomic"
+    # An entry that selects no matrix is in no tile.
+    masked = form.stack is not None and form.row_index is not None and form.row_index.buffer.facts.masked is not False
+    never = masked or form.combine == "atomic"
     if never or not form.unrolled:
         return never, (), (), (), frozenset()
     first = form.unrolled[0]

@@ -107,7 +107,7 @@ class Form:
             they steer choices.
         combine: how terms reach the output.
         row_index: the read of an index tensor that says the output row of each term, with `combine == "own"`.
-        row_axis: the output axis it addresses.
+        row_axis: the output axis it addresses; -1: it selects a matrix of `stack`.
         entries: its indices.
         permuted: the terms of rows are not in order, but listed in a permutation.
         parallel: indices of the output that are left.
@@ -115,6 +115,8 @@ class Form:
         tables: the static tensors that are unrolled; a kernel does not read them.
         plan: what was decided for it.
         additional: further outputs, of statements that read what this one does; `bound` reads what any of them does.
+        stack: where entries are taken by the matrix that they select of a stack: its place among the statement's
+            tensors, and the axis of its matrices.
     """
 
     bound: Bound
@@ -130,6 +132,7 @@ class Form:
     tables: frozenset[str]
     plan: Plan
     additional: tuple[AdditionalOutput, ...] = ()
+    stack: tuple[int, int] | None = None
 
     def named(self, bound: Bound) -> Form:
         """The same for a statement that differs in names."""
@@ -444,7 +447,7 @@ def _find_product(form: Form) -> Product | None:
     ]
     if not dtype_of(form.bound.dtype).has_dot or len(depends) < 2 or len(depends) > 6:
         return None
-    reduced = {*form.reduce, *((ENTRY,) if form.row_index is not None else ())}
+    reduced = {*form.reduce, *((ENTRY,) if form.row_index is not None and not form.stack else ())}
     own = [_named(d, form) for d in depends]
     best: tuple[float, Product] | None = None
     for sides in itertools.product((0, 1), repeat=len(depends) - 1):
@@ -454,11 +457,16 @@ def _find_product(form: Form) -> Product | None:
         left = [n for n, side in enumerate(chosen) if side == 0]
         right = [n for n, side in enumerate(chosen) if side == 1]
         l_has, r_has = (frozenset[str]().union(*(own[n] for n in side)) for side in (left, right))
+        if form.stack and ENTRY in r_has:
+            # Entries are the rows of a tile.
+            left, right, l_has, r_has = right, left, r_has, l_has
         # A program owns one row at a time.
         m = _sorted_like(form, l_has - r_has - reduced - {ROW_LOOP})
         n = _sorted_like(form, r_has - l_has - reduced - {ROW_LOOP})
         k = [i for i in (ENTRY, *form.reduce) if i in l_has & r_has & reduced]
-        if ENTRY in l_has ^ r_has:
+        if form.stack and ENTRY in m:
+            m = [ENTRY]
+        elif form.stack or ENTRY in l_has ^ r_has:
             continue
         product = _weigh(form, left, right, m, k, n)
         if product is not None and (best is None or product[0] > best[0]):

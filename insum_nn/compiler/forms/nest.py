@@ -48,6 +48,7 @@ def row_walk_of(form: Form, schedule: Schedule, strides: Strides, precision: Pre
             form.row_axis if form.unrolled else -1,
             permuted=form.permuted,
             divided=strides.split,
+            tiled=form.stack is not None,
             rows=None if form.unrolled else build(form.bound).results[0].buffer.shape[form.row_axis],
         )
     return rows, tiling

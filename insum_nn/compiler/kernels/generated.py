@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import CELLS, LONGEST, ROW_LOOP, Form, make_form
+from insum_nn.compiler.forms.group_by_key import group_by_key
 from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.placement import MANY_TERMS
 from insum_nn.compiler.forms.plan import keep_plans
@@ -111,8 +112,9 @@ class Generated:
 
         They need as many bits for the offsets in contiguous tensors.
         """
-        form, bucket, read = self.form, size_bucket(extents), self._read
-        place, axis, permuted, by_length = form.row_index_place, form.row_axis, form.permuted, self._by_length
+        bucket, read = size_bucket(extents), self._read
+        form = self._form(bucket, tensors, extents)
+        place, permuted, stack, by_length = form.row_index_place, form.permuted, form.stack, self._by_length(form)
         # By the kind of its longest row where schedules differ in it, and how tensors lie in memory.
         kernels: dict[object, UnsizedKernel] = {}
         schedules: dict[object, Schedule] = {}
@@ -128,20 +130,22 @@ class Generated:
             tensors: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
         ) -> tuple[Tensor, ...]:
             (indices,), (output,) = extents, shapes
-            lengths = partition = None
+            lengths, partition, rows = None, None, 0
             divisions: Mapping[int, RowPartition] = {}
             if place >= 0:
-                divisions = divisions_of(tensors[place], output[axis], permuted)
+                rows = output[form.row_axis] if stack is None else tensors[stack[0]].shape[stack[1]]
+                divisions = divisions_of(tensors[place], rows, permuted)
             if by_length:
                 whole = divisions.get(UNDIVIDED)
-                longest = longest_row(tensors[place], output[axis], permuted) if whole is None else whole.longest
+                longest = longest_row(tensors[place], rows, permuted) if whole is None else whole.longest
                 lengths = form.lengths(indices, output, longest)
             schedule = schedules.get(lengths) or decide(lengths, tensors, Extents(indices, output), initial)
             key: object = lengths
             if place >= 0:
-                partition = divisions.get(schedule.chunk)
+                chunk = schedule.chunk if stack is None else -schedule.m
+                partition = divisions.get(chunk)
                 if partition is None:
-                    partition = partition_of(tensors[place], output[axis], permuted, schedule.chunk)
+                    partition = partition_of(tensors[place], rows, permuted, chunk)
                 key = (lengths, partition.target is not None)
             if initial is not None:
                 key = (key, initial.ndim if initial.is_contiguous() else initial.stride())
@@ -166,13 +170,14 @@ class Generated:
 
     def described(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Description:
         """Describe what a call runs, and each choice behind it with its reason."""
-        form, bucket = self.form, size_bucket(extents)
+        bucket = size_bucket(extents)
+        form = self._form(bucket, tensors, extents)
         chosen = self._schedule(bucket, tensors, extents, initial)
         partition = partition_for(form, tensors, extents, chosen.candidate)
         kernel = self._kernel(bucket, chosen.candidate, tensors, extents, initial, partition)
         kernel = kernel.sized(tensors, initial, extents, partition)
         schedule = ("schedule", str(chosen.candidate), chosen.reason)
-        choices = (_combining(form), schedule, *_unrolled(form))
+        choices = (_combining(form), *_by_key(form), schedule, *_unrolled(form))
         return describe_kernel(kernel, initial, partition, choices)
 
     def _kernel(
@@ -185,12 +190,12 @@ class Generated:
         partition: RowPartition | None,
     ) -> UnsizedKernel:
         # Sizes are arguments: what is written for some is right for all, if not the best.
-        strides = strides_of(self.form, tensors, extents, partition is not None and partition.split, initial)
+        form = self._form(bucket, tensors, extents)
+        strides = strides_of(form, tensors, extents, partition is not None and partition.split, initial)
         key = (bucket, schedule, strides)
         kernel = self._kernels.get(key)
         if kernel is None:
             prepared()
-            form = self._form(bucket, extents)
             kernel = UnsizedKernel(form, schedule, strides, self.precision)
             keep_plans()
             if len(self._kernels) >= _LIMIT:
@@ -200,7 +205,7 @@ class Generated:
         self.source = kernel.source
         return kernel
 
-    def _form(self, bucket: tuple[int, ...], extents: Extents) -> Form:
+    def _form(self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents) -> Form:
         """The form with the sizes of the first call of a bucket, by which choices are made for all of them."""
         form = self._forms.get(bucket)
         if form is None:
@@ -212,13 +217,14 @@ class Generated:
             if len(self._forms) >= _LIMIT:
                 self._forms.clear()
             plan = self.form.plan.at(bucket=list(bucket))
-            form = self._forms[bucket] = replace(self.form, sizes=sizes, plan=plan)
+            form = replace(self.form, sizes=sizes, plan=plan)
+            form = self._forms[bucket] = group_by_key(
+                form, [tensor.shape for tensor in tensors], deterministic=self.options.deterministic
+            )
         return form
 
-    @property
-    def _by_length(self) -> bool:
+    def _by_length(self, form: Form) -> bool:
         """Whether a choice depends on the length of a call's longest row."""
-        form = self.form
         if form.row_index is None or form.additional or self._fixed is not None:
             return False
         few = form.plan.get(["few terms"], lambda: len(form.unrolled) <= MANY_TERMS, shape=bool)
@@ -234,9 +240,9 @@ class Generated:
         """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""
         if self._fixed is not None:
             return Selected(self._fixed, "requested")
-        form = self._form(bucket, extents)
+        form = self._form(bucket, tensors, extents)
         key: object = (bucket, False, 0)
-        if self._by_length:
+        if self._by_length(form):
             longest = longest_row(tensors[form.row_index_place], extents.output[form.row_axis], form.permuted)
             key = (bucket, *form.lengths(extents.indices, extents.output, longest))
             form = replace(form, sizes={**form.sizes, LONGEST: longest})
@@ -267,6 +273,14 @@ def _combining(form: Form) -> tuple[str, str, str]:
     if form.combine == "own" and form.permuted:
         why = f"{why}; the terms are sorted once for each index tensor"
     return "combine", what, why
+
+
+def _by_key(form: Form) -> list[tuple[str, str, str]]:
+    if form.stack is None:
+        return []
+    stack = form.bound.layout.tensors[form.stack[0]]
+    what = f"in tiles of one index of axis {form.stack[1]} of {stack}"
+    return [("entries", what, "a tile is multiplied by one matrix, in the matrix unit")]
 
 
 def _unrolled(form: Form) -> list[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks
+from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks, tile_rows
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
 from insum_nn.compiler.schedule.space import UNDIVIDED, Schedule
@@ -35,6 +35,8 @@ __all__ = [
     "new_bitmasks_of",
     "partition_for",
     "partition_of",
+    "rows_of",
+    "tiles_of",
 ]
 
 Built = TypeVar("Built")
@@ -124,7 +126,13 @@ def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, sched
     if form.row_index is None:
         return None
     index = tensors[form.row_index_place]
-    return partition_of(index, extents.output[form.row_axis], form.permuted, schedule.chunk)
+    chunk = schedule.chunk if form.stack is None else -schedule.m
+    return partition_of(index, rows_of(form, tensors, extents.output), form.permuted, chunk)
+
+
+def rows_of(form: Form, tensors: Sequence[Tensor], output: Sequence[int]) -> int:
+    """How many rows the terms of a call have: those of its output, or the matrices that its entries select of."""
+    return output[form.row_axis] if form.stack is None else tensors[form.stack[0]].shape[form.stack[1]]
 
 
 def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
@@ -134,7 +142,7 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPar
         index: the output row of each term; terms with -1 have none.
         rows: output rows.
         permuted: the terms are not in order.
-        chunk: most terms in a range; rows with more are divided.
+        chunk: most terms in a range; rows with more are divided. If it is negative, see `tiles_of`.
     """
     divisions = divisions_of(index, rows, permuted)
     found = divisions.get(chunk)
@@ -176,14 +184,46 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
     # The order is the same for every way to divide the terms.
     order = _orders.of(index)
     if order is None:
-        flat, positions = flat.sort(stable=True)
+        # Of 32 bits a sort takes half the launches.
+        flat, positions = flat.to(small).sort(stable=True)
         order = positions.to(small)
         _orders.keep((index,), None, order)
         return flat.contiguous(), order, small
     return flat[order], order, small
 
 
+def tiles_of(flat: Tensor, order: Tensor | None, rows: int, size: int, dtype: torch.dtype) -> RowPartition:
+    """Ranges of at most `size` terms of one row: as many as there can be, of which the last ones have none.
+
+    How many have some is only known on the device, which nothing waits for.
+
+    Args:
+        flat: the row of each term, in order; terms with -1 have none.
+        order: the terms in this order.
+        rows: how many rows there are.
+        size: terms of a tile.
+        dtype: of their numbers.
+    """
+    bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
+    begin = torch.searchsorted(flat, bounds, out_int32=dtype == torch.int32)
+    parts = (begin.diff() + (size - 1)) // size
+    count = flat.shape[0] // size + rows
+    tile = torch.arange(count, device=flat.device, dtype=dtype)
+    # Those behind the last one have the last row, from its end on.
+    behind = parts.cumsum(0, dtype=dtype)
+    row = torch.searchsorted(behind, tile, right=True).clamp(max=rows - 1)
+    low = (begin[:-1] - (behind - parts) * size)[row] + tile * size
+    return RowPartition(count, low, torch.minimum(low + size, begin[1:][row]), row_of=row.to(dtype), order=order)
+
+
 def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
+    if chunk < 0:
+        flat, order, small = _ordered(index, rows, permuted)
+        made = tile_rows(flat, rows, -chunk, flat.shape[0] // -chunk + rows) if flat.is_cuda else None
+        if made is None:
+            return tiles_of(flat, order, rows, -chunk, small)
+        low, high, row = made
+        return RowPartition(low.shape[0], low, high, row_of=row, order=order)
     known = _cached_lengths(index, rows)
     if known is not None and not permuted and (divided := _divide_known(index, known, chunk)) is not None:
         return divided

@@ -1,4 +1,4 @@
-"""What is made of an index tensor, by one kernel that is written by hand: rows divided into ranges, and bitmasks.
+"""What is made of an index tensor, by one kernel that is written by hand: ranges of rows, tiles of them, and bitmasks.
 
 Of rows the host knows the lengths, so it knows how many ranges there are. To compute and send them all would take it
 several times as long as a launch, and so would torch's operators for bitmasks, at every new index tensor.
@@ -14,13 +14,15 @@ from torch import Tensor
 from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
 from insum_nn.compiler.passes.tile import WORD_BITS
 
-__all__ = ["divide_rows", "row_bitmasks"]
+__all__ = ["divide_rows", "row_bitmasks", "tile_rows"]
 
 # Rows, and ranges of a row, that a program looks at together.
 _BLOCK = 256
 # Columns of an index tensor that a program takes, and rows that it takes at a time.
 _COLUMNS = 512
 _ROWS = 8
+# Rows up to which one kernel divides them into tiles.
+_FEW_ROWS = 1024
 # Entries that 32 bits number, and a block more.
 _NARROW = (1 << 31) - (1 << 16)
 
@@ -77,6 +79,50 @@ def kernel(lengths, begin, end, target, row_of, divided, first, chunk):
 """
 
 
+_TILED = f"""import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_of(flat, row, terms, steps):
+    low = row * 0
+    high = low + terms
+    for _ in range(steps):
+        middle = (low + high) // 2
+        below = tl.load(flat + middle, mask=low < high, other=0) < row
+        searched = low < high
+        low = tl.where(searched & below, middle + 1, low)
+        high = tl.where(searched & (below == 0), middle, high)
+    return low
+
+
+@triton.jit
+def kernel(flat, begin, end, row_of, rows, terms, steps, size, count):
+    row = tl.program_id(0)
+    some = tl.arange(0, {_BLOCK})
+    tiles = tl.sum(some * 0, 0)
+    for start in range(0, row, {_BLOCK}):
+        low = first_of(flat, start + some, terms, steps)
+        length = tl.where(start + some < row, first_of(flat, start + some + 1, terms, steps) - low, 0)
+        tiles += tl.sum((length + (size - 1)) // size, 0)
+    low = tl.max(first_of(flat, row + some * 0, terms, steps), 0)
+    high = tl.max(first_of(flat, row + 1 + some * 0, terms, steps), 0)
+    # Tiles behind the last one have no terms.
+    last = tl.where(row == rows - 1, count, tiles + (high - low + (size - 1)) // size)
+    for start in range(tiles, last, {_BLOCK}):
+        tile = start + some
+        place = tl.minimum(low + (tile - tiles) * size, high)
+        tl.store(begin + tile, place, mask=tile < last)
+        tl.store(end + tile, tl.minimum(place + size, high), mask=tile < last)
+        tl.store(row_of + tile, tile * 0 + row, mask=tile < last)
+"""
+
+
+@lru_cache(maxsize=2)
+def _tiling(dtype: torch.dtype) -> WrittenKernels:
+    return WrittenKernels([WrittenKernel(_TILED, (POINTERS[dtype], *["*i32"] * 3, *[None] * 5))])
+
+
 @lru_cache(maxsize=2)
 def _dividing(dtype: torch.dtype) -> WrittenKernels:
     return WrittenKernels([WrittenKernel(_DIVIDED, (POINTERS[dtype], *["*i32"] * 4, "*i64", "*i64", None))])
@@ -104,6 +150,31 @@ def row_bitmasks(index: Tensor) -> Tensor | None:
     words = torch.empty((count, columns), dtype=torch.int32, device=index.device)
     launchers[0]([index, words, rows, columns, blocks], count * blocks)
     return words
+
+
+def tile_rows(flat: Tensor, rows: int, size: int, count: int) -> tuple[Tensor, ...] | None:
+    """Divide the terms of each row into tiles.
+
+    Args:
+        flat: (terms,) int32 or int64: the row of each term, ascending.
+        rows: how many rows there are, at least one.
+        size: most terms of a tile.
+        count: how many tiles there are, and of which the last ones may have no terms.
+
+    Returns:
+        (count,) int32: where each begins and ends, and its row; `None`: the kernel cannot be launched, or not yet.
+    """
+    terms = flat.shape[0]
+    # A program looks for all rows before its own.
+    if not 0 < rows <= _FEW_ROWS or terms >= _NARROW or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    launchers = _tiling(flat.dtype).launchers(flat.device)
+    if launchers is None:
+        return None
+    # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
+    made = torch.empty((3, -(-count // 4) * 4), dtype=torch.int32, device=flat.device)[:, :count].unbind(0)
+    launchers[0]([flat, *made, rows, terms, terms.bit_length(), size, count], rows)
+    return made
 
 
 def divide_rows(lengths: Tensor, chunk: int, ranges: int, divided: int) -> tuple[Tensor, ...] | None:

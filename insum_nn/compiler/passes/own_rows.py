@@ -68,6 +68,7 @@ def own_rows(
     *,
     permuted: bool,
     divided: bool = False,
+    tiled: bool = False,
     rows: Expr | None = None,
 ) -> RowWalk:
     """Walk the terms of a kernel by the rows of its first output.
@@ -78,6 +79,7 @@ def own_rows(
         axis: the axis of the output that it addresses; -1: of no output.
         permuted: its entries are not in order.
         divided: long rows are divided.
+        tiled: programs have parts of rows, each of which writes for itself.
         rows: how many there are, where that is no extent of the output.
     """
     loops, stores = loops_of(kernel), stores_of(kernel)
@@ -95,19 +97,20 @@ def own_rows(
         extent = by_index[entries[position]].end
         replacements[entries[position]] = place if position == 0 else Op("mod", (place, extent))
         place = Op("floordiv", (place, extent))
-    count: Expr = Size("rows") if divided else rows
+    count: Expr = Size("rows") if divided or tiled else rows
     begin = Buffer("begin", "int64", (add(count, Const(1)),), _FACTS)
     made = [begin, *([order] if permuted else [])]
     target = None
-    if divided:
+    if divided or tiled:
         names = ("end", "target", "row_of")
         ends_of, targets, rows_of = (Buffer(name, "int64", (count,), _FACTS) for name in names)
         low, high = Load(begin, (ROW,)), Load(ends_of, (ROW,))
-        target, owned, made = Load(targets, (ROW,)), Load(rows_of, (ROW,)), [*made, ends_of, targets, rows_of]
+        target = None if tiled else Load(targets, (ROW,))
+        owned, made = Load(rows_of, (ROW,)), [*made, ends_of, *([] if tiled else [targets]), rows_of]
     else:
         low, high, owned = Load(begin, (ROW,)), Load(begin, (add(ROW, Const(1)),)), ROW
-    # A row without terms may lie outside of what is read at its number.
-    some = Op("less", (low, high))
+    # A row of the output without terms may lie outside of what is read at its number.
+    some = None if tiled else Op("less", (low, high))
     move = replacing({**replacements, row_index: owned})
     guard = _guarding(stores, row_index, some)
     moved = tuple(
@@ -149,7 +152,7 @@ def _moved(
     return Store(store.buffer, tuple(subscripts), value, store.combine, found)  # type: ignore[arg-type]
 
 
-def _guarding(stores: Sequence[Store], row_index: Load, some: Expr) -> Callable[[Node], Node]:
+def _guarding(stores: Sequence[Store], row_index: Load, some: Expr | None) -> Callable[[Node], Node]:
     """What makes values read at a row's number only where the row has terms."""
     present = Op("at_least", (row_index, Const(0)))
     replacements: dict[Node, Node] = {}

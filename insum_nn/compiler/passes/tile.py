@@ -199,6 +199,9 @@ class Tiler:
     def single(self, number: int, lanes: Lanes) -> bool:
         """Whether one tile has all values of its loops."""
         first = self.loops[lanes.first]
+        if number == M and lanes.first == ENTRY.name:
+            # Its entries are no more than lanes.
+            return True
         if not isinstance(first.end, Const) or first.begin is not Const(0) or first.end.value > lanes.block:
             return False
         return number != K or self.schedule.splits == 1 or bool(self.tiling.loops)

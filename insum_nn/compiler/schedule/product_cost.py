@@ -17,7 +17,16 @@ from insum_nn.compiler.ir.pairwise import cheapest_order
 from insum_nn.compiler.lang.misses import labels_of
 from insum_nn.compiler.lang.syntax import Access, Statement
 
-__all__ = ["Cost", "Machine", "Sizes", "cost_of", "dense_from", "machine_of", "multiplies_blocks"]
+__all__ = [
+    "Cost",
+    "Machine",
+    "Sizes",
+    "cost_of",
+    "dense_from",
+    "machine_of",
+    "multiplies_blocks",
+    "worth_grouping",
+]
 
 Labels = frozenset[str]
 
@@ -32,6 +41,8 @@ class Machine:
         call: bytes that could be moved while a statement is launched.
         pairwise: factors are multiplied two at a time, and what is gathered is held in memory.
         grouped: entries find the matrix that they select of a stack in a cache; see `passes.cpu.group_entries`.
+        tiled: entries are taken in tiles of one matrix; see `forms.group_by_key`.
+        adds: several programs may add to one cell.
         library: dense products are a library's, which is faster than a kernel over the blocks of a matrix.
     """
 
@@ -41,6 +52,8 @@ class Machine:
     pairwise: bool
     library: bool = False
     grouped: bool = False
+    tiled: bool = False
+    adds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +123,13 @@ def dense_from(width: int, side: int) -> float:
     return next((share for least, share in _DENSE_FROM.get(width, ()) if side >= least), math.inf)
 
 
-def machine_of(device_type: str, width: int, *, pairwise: bool, library: bool = False) -> Machine:
+def machine_of(device_type: str, width: int, *, pairwise: bool, library: bool = False, adds: bool = False) -> Machine:
     """The machine that runs numbers of so many bytes; see `Machine`."""
     if device_type == "cpu":
         if pairwise:
             return Machine(_CPU_PER_BYTE[width], _CPU_SINGLE, _CPU_CALL, pairwise)
         return Machine(_C_SINGLE, _C_SINGLE, _C_CALL, pairwise, grouped=True)
-    return Machine(_GPU_PER_BYTE[width], _GPU_SINGLE, _GPU_CALL, pairwise, library)
+    return Machine(_GPU_PER_BYTE[width], _GPU_SINGLE, _GPU_CALL, pairwise, library, tiled=not pairwise, adds=adds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +140,8 @@ class _Profile:
         names: of the factors.
         labels: the indices that each factor varies with.
         gathered: whether each is read through index tensors.
-        stacked: whether each is a stack of matrices, of which an entry selects one to sum over.
+        stacked: of a stack of matrices, of which an entry selects one to sum over, the axis that it addresses; else -1.
+        matrix: the indices that are subscripts of each.
         written: the indices that the output varies with.
         scattered: the output is addressed by more than indices of its own.
         index_tensors: their names.
@@ -137,7 +151,8 @@ class _Profile:
     names: tuple[str, ...]
     labels: tuple[Labels, ...]
     gathered: tuple[bool, ...]
-    stacked: tuple[bool, ...]
+    stacked: tuple[int, ...]
+    matrix: tuple[Labels, ...]
     written: Labels
     scattered: bool
     index_tensors: tuple[str, ...]
@@ -148,7 +163,7 @@ class _Profile:
         total = 0.0
         for name, own, indirect, stack in zip(self.names, self.labels, self.gathered, self.stacked, strict=True):
             cells = float(math.prod(sizes.shapes[name]))
-            total += min(cells, gathered(own)) if stack and grouped else gathered(own) if indirect else cells
+            total += min(cells, gathered(own)) if stack >= 0 and grouped else gathered(own) if indirect else cells
         return total
 
 
@@ -160,7 +175,8 @@ def _profile(statement: Statement) -> _Profile:
         tuple(access.name for access in reads),
         tuple(frozenset(labels_of(access)) for access in reads),
         tuple(_gathers(access) for access in reads),
-        tuple(_is_stack(access, written) for access in reads),
+        tuple(_stacked(access, written) for access in reads),
+        tuple(frozenset(filter(None, (s.plain for s in access.subscripts))) for access in reads),
         written,
         None in plain or len(set(plain)) < len(plain),
         statement.index_tensors(),
@@ -172,11 +188,11 @@ def _gathers(access: Access) -> bool:
     return any(True for _ in access.nested())
 
 
-def _is_stack(access: Access, written: Labels) -> bool:
-    """Whether an entry selects a matrix of a factor, whose rows or columns are summed over."""
+def _stacked(access: Access, written: Labels) -> int:
+    """The axis by which an entry selects a matrix of a factor, whose rows or columns are summed over; else -1."""
     plain = [subscript.plain for subscript in access.subscripts]
     summed = any(index is not None and index not in written for index in plain)
-    return len(plain) > 2 and plain.count(None) == 1 and summed
+    return plain.index(None) if len(plain) > 2 and plain.count(None) == 1 and summed else -1
 
 
 def _block_indices(statement: Statement) -> Labels:
@@ -195,6 +211,16 @@ def multiplies_blocks(statement: Statement) -> bool:
     return bool(_profile(statement).blocks)
 
 
+# Entries of a matrix at least, in the mean, and rows and columns of it; and multiplications from which taking entries
+# by their matrix pays: they are sorted, and narrow tiles multiply what is not there.
+_OF_A_KEY, _GROUPED_FROM = 8, 2**25
+
+
+def worth_grouping(entries: float, keys: int, products: float) -> bool:
+    """Whether a GPU takes entries by the matrix that they select of so many."""
+    return entries >= _OF_A_KEY * keys and products >= _GROUPED_FROM
+
+
 def cost_of(statement: Statement, sizes: Sizes, machine: Machine, ordered: frozenset[str] = frozenset()) -> Cost:
     """Count what a statement moves and multiplies at some sizes.
 
@@ -211,22 +237,24 @@ def cost_of(statement: Statement, sizes: Sizes, machine: Machine, ordered: froze
     if machine.pairwise:
         cells, products, weighed = _pairwise(profile, sizes, machine)
     else:
-        cells, products, weighed = _at_once(profile, sizes, machine, _in_runs(statement.output, ordered))
+        cells, products, weighed = _at_once(profile, sizes, machine, statement.output, ordered)
     moved = indexed + width * (cells + output)
     return Cost(moved, products, machine.call + moved + weighed)
 
 
 def _in_runs(output: Access, ordered: frozenset[str]) -> Labels:
-    """Return the indices that address the output through sorted index tensors alone.
+    """Return the indices that address the output through some index tensors alone.
 
-    A kernel walks the terms of a row as it walks a summed index: `dW[Off[p],d,c]` with `Off` sorted is a product of
-    matrices for each row.
+    A kernel walks the terms of a row as it walks a summed index: `dW[Off[p],d,c]` is a product of matrices for each
+    row.
     """
     nested = [access for access in output.nested() if access.name in ordered]
     return frozenset(label for access in nested for label in labels_of(access)) - {s.plain for s in output.subscripts}
 
 
-def _at_once(profile: _Profile, sizes: Sizes, machine: Machine, runs: Labels) -> tuple[float, float, float]:
+def _at_once(
+    profile: _Profile, sizes: Sizes, machine: Machine, output: Access, ordered: frozenset[str]
+) -> tuple[float, float, float]:
     """Cells, multiplications and their weight in one kernel over the whole index space."""
     products = sizes.terms(profile.written.union(*profile.labels))
     if profile.blocks:
@@ -235,8 +263,28 @@ def _at_once(profile: _Profile, sizes: Sizes, machine: Machine, runs: Labels) ->
         rate = min(1.0, share * _FORMING) if machine.library else 1.0
         cells = sum(float(math.prod(sizes.shapes[name])) for name in profile.names)
         return cells, products, products / (machine.per_byte * rate)
-    rate = machine.per_byte if _is_matrix_product(profile.labels, profile.written - runs) else machine.single
-    return profile.read(sizes, sizes.terms, grouped=machine.grouped), products, products / rate
+    tiled = machine.tiled and _is_tiled(profile, sizes, products, machine)
+    # Rows of one index tensor are walked in its order, which is found where it is not sorted.
+    rows = frozenset(access.name for access in output.nested())
+    runs = [_in_runs(output, names) for names in ([ordered, rows] if len(rows) == 1 else [ordered])]
+    matrices = tiled or any(_is_matrix_product(profile.labels, profile.written - each) for each in runs)
+    rate = machine.per_byte if matrices else machine.single
+    return profile.read(sizes, sizes.terms, grouped=tiled or machine.grouped), products, products / rate
+
+
+def _is_tiled(profile: _Profile, sizes: Sizes, products: float, machine: Machine) -> bool:
+    """Whether a kernel takes entries in tiles of one matrix of a stack, each of which is a product of matrices."""
+    for place, axis in enumerate(profile.stacked if sizes.width < 8 else ()):
+        name, labels = profile.names[place], [*profile.labels]
+        if axis >= 0 and profile.gathered[place]:
+            entries = profile.labels[place] - profile.matrix[place]
+            labels[place] = profile.matrix[place]
+            alone = entries <= profile.written and not profile.scattered
+            worth = worth_grouping(sizes.cells(entries), sizes.shapes[name][axis], products)
+            wide = min(sizes.indices[index] for index in profile.matrix[place]) >= _OF_A_KEY
+            if worth and wide and (alone or machine.adds) and _is_matrix_product(labels, profile.written):
+                return True
+    return False
 
 
 def _is_matrix_product(labels: Sequence[Labels], written: Labels) -> bool:

@@ -335,7 +335,8 @@ class _Search:
         ordered = frozenset(name for name in bound.statement.index_tensors() if bound.facts_of(name).sorted)
         # A generated kernel's dense product would be no faster than its products of blocks.
         library = self.options.backend == "auto" and not self.options.deterministic
-        machine = machine_of(bound.device_type, sizes.width, pairwise=pairwise, library=library)
+        adds = not self.options.deterministic
+        machine = machine_of(bound.device_type, sizes.width, pairwise=pairwise, library=library, adds=adds)
         return cost_of(bound.statement, sizes, machine, ordered)
 
     def clearing(self, part: Part) -> Cost:

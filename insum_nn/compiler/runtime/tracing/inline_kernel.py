@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.forms.form import Form, FormError, make_form
+from insum_nn.compiler.forms.group_by_key import group_by_key
 from insum_nn.compiler.forms.parameters import Strides, initial_steps
 from insum_nn.compiler.kernels.launch import function_of
-from insum_nn.compiler.kernels.row_partition import RowPartition, new_bitmasks_of
+from insum_nn.compiler.kernels.row_partition import RowPartition, new_bitmasks_of, rows_of, tiles_of
 from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
@@ -68,6 +69,8 @@ def inline_kernel(
         form = make_form(fixed, sizes, likely.output, tables, deterministic=False)
     except FormError:
         return None
+    shapes = [tuple(map(size_hint, tensor.shape)) for tensor in tensors]
+    form = group_by_key(form, shapes, deterministic=False)
     precision = precision_of(fixed.dtype, options.precision)
     device = tensors[0].device
     schedule = choose_unmeasured(form, tables, size_bucket(likely), likely, device, precision).candidate
@@ -75,11 +78,16 @@ def inline_kernel(
     strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(initial))
     partition: RowPartition | None = None
     if form.row_index:
-        rows = extents.output[form.row_axis]
-        if row_begins is not None and row_begins[0] == form.row_index_place and not form.permuted:
+        rows = rows_of(form, tensors, extents.output)
+        if (
+            form.stack is None
+            and row_begins is not None
+            and row_begins[0] == form.row_index_place
+            and not form.permuted
+        ):
             partition = RowPartition(rows, row_begins[1])
         else:
-            partition = _undivided(form, tensors[form.row_index_place], rows, wide)
+            partition = _undivided(form, tensors[form.row_index_place], rows, wide, schedule.m)
     kernel = UnsizedKernel(form, schedule, strides, precision)
 
     def launch(arguments: list[Any], grid: int) -> None:
@@ -105,12 +113,14 @@ def _reach(form: Form, tensors: Sequence[Tensor], initial: Tensor | None, extent
     return found
 
 
-def _undivided(form: Form, index: Tensor, rows: int, wide: bool) -> RowPartition:
-    """The terms of every output row, none divided."""
+def _undivided(form: Form, index: Tensor, rows: int, wide: bool, size: int) -> RowPartition:
+    """The terms of every output row, none divided; of a key in tiles of so many."""
     # Of 32 bits a sort takes half the launches.
     flat, order = index.reshape(-1) if wide else index.reshape(-1).int(), None
     if form.permuted:
         flat, order = flat.sort(stable=True)
         order = order if wide else order.int()
+    if form.stack is not None:
+        return tiles_of(flat, order, rows, size, torch.int64 if wide else torch.int32)
     bounds = torch.arange(rows + 1, dtype=flat.dtype, device=flat.device)
     return RowPartition(rows, torch.searchsorted(flat, bounds, out_int32=not wide), order=order)
