@@ -301,6 +301,25 @@ class Helpers:
             body = f"return lo <= 0 && hi >= {width} ? a : ({vector})((m{vector})a & {self.inside(width)}(lo, hi));"
         return self.function(f"only{width}_{tag}", vector, f"{vector} a, long lo, long hi", body)
 
+    def highest(self, dtype: str) -> str:
+        """The largest of some entries, and at least 0."""
+        arguments, body = f"const {number_of(dtype).stored} *x, long n", "r = x[i] > r ? x[i] : r; return r;"
+        return self.function(f"highest_{dtype}", "long", arguments, f"long r = 0; for (long i = 0; i < n; i++) {body}")
+
+    def finite(self) -> str:
+        """Whether no number is infinite, nor would be after some multiplications and sums."""
+        number, width = self.number, 32 // self.number.bytes
+        vector, total = self.vector(width), self.total(width)
+        body = (
+            f"{number.number} s = 0; "
+            f"\n#pragma omp parallel for num_threads(threads) if(threads > 1) reduction(+:s)\n"
+            f"for (long c = 0; c < n; c += 4096) {{ {vector} a = {{0}}; "
+            f"for (long i = c; i < n && i < c + 4096; i += {width}) "
+            f"a += {self.load(width, some=True, near=True)}(x + i, 0, n - i) * 1e8f * 0; "
+            f"s += {total}(a); }} return s == 0;"
+        )
+        return self.function(f"finite_{self.dtype}", "int", f"const {number.stored} *x, long n, long threads", body)
+
     # Arithmetic.
 
     def total(self, width: int) -> str:
@@ -379,6 +398,12 @@ class Helpers:
             body = f"{copy}(p, &a, sizeof a);"
             if adds:
                 body = f"{vector} r; {copy}(&r, p, sizeof r); r += a; {copy}(p, &r, sizeof r);"
+        elif near and same and not adds:
+            self.clamping()
+            body = (
+                f"lo = most(lo, 0); hi = least(hi, {width}); "
+                "if (lo < hi) __builtin_memcpy(p + lo, (const char *)&a + lo * sizeof *p, (hi - lo) * sizeof *p);"
+            )
         else:
             guard = "if (i >= lo && i < hi) " if some else ""
             body = f"for (int i = 0; i < {width}; i++) {guard}{write}"

@@ -27,7 +27,7 @@ from insum_nn.compiler.kernels.ahead import processors
 from insum_nn.compiler.schedule.cache_folder import located, write
 from insum_nn.locks import new_lock
 
-__all__ = ["CFunction", "background", "find_compiler", "submit"]
+__all__ = ["CFunction", "background", "find_compiler", "submit", "vector_bytes"]
 
 # Lanes and accumulators are explicit in the text, so nothing may reorder sums. No `-ffast-math`: a library linked with
 # it makes the whole process flush denormal numbers. gcc's own vectorizers gain nothing, and take most of the time.
@@ -76,6 +76,12 @@ def _processor() -> Sequence[str]:
         return [platform.machine(), platform.processor()]
     wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
     return [line for line in lines if line.startswith(wanted)]
+
+
+@functools.cache
+def vector_bytes() -> int:
+    """Bytes of the processor's vectors; on most others two registers or one hold as many."""
+    return 64 if any("avx512f" in line.split() for line in _processor()) else 32
 
 
 def background() -> bool:
