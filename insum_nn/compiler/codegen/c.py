@@ -79,9 +79,11 @@ def c_kernel(
     kernel, copies = transpose_operands(kernel, made)
     lowered = lower(kernel)
     verify_kernel(lowered.kernel, placed=False)
-    wide, padded, finite = pad_operands(lowered.kernel)
-    # Few calls run it then, and it takes the longest to compile.
-    printer = _Printer(lowered, f"{name}_careful" if padded else name, vector_bytes, spared=bool(padded))
+    printer = _Printer(lowered, name, vector_bytes)
+    wide, padded, finite = pad_operands(lowered.kernel, printer.place.lanes)
+    if padded:
+        # Few calls run it then, and it takes the longest to compile.
+        printer = _Printer(lowered, f"{name}_careful", vector_bytes, spared=True)
     found = printer.print()
     if padded:
         verify_kernel(wide, placed=False)
@@ -156,9 +158,9 @@ class _Printer(Values):
                     after = f"{most}({after}, {self.text(last)} + 1)"
                 self.line(f"const long {low} = {before}, {wide} = {low} + {after};")
                 asked.append(f"{wide} <= 2 * {extent} + {ROOM}")
-            start = " + ".join(f"low_{source.name}_{axis} * {self.stride(copy, axis)}" for axis in each.reached)
+            start = " + ".join(f"low_{source.name}_{axis} * {self.stride(copy, axis)}" for axis in each.reached) or "0"
             made.append((each, number_of(source.dtype).stored, self.cell_count(copy), start))
-        asked += [f"{work} > 8.0 * {cells}" for *_, cells, _ in made]
+        asked += [f"{work} > 4.0 * {cells}" for *_, cells, _ in made]
         asked += [f"{self.helpers.finite()}({b.name}, {self.cell_count(b)}, threads)" for b in finite if self.floating]
         with self.block(f"if ({' && '.join(asked)}) {{"):
             self.line("int failed = -1;")
@@ -183,15 +185,29 @@ class _Printer(Values):
         return " * ".join([self.text(e) for e in buffer.shape] or ["1L"])
 
     def fill_copy(self, padded: Padded, stored: str) -> None:
-        """Copy the rows of an operand among zeros."""
-        source, copy, outer = padded.source, padded.copy, range(len(padded.source.shape) - 1)
-        if outer:
+        """Copy the rows of an operand among zeros, or transpose them."""
+        source, copy, last = padded.source, padded.copy, len(padded.source.shape) - 1
+        axes, extents = [*range(last + 1)], [self.text(extent) for extent in source.shape]
+        places = [*axes]
+        if padded.swapped is not None:
+            places[padded.swapped], places[-1] = last, padded.swapped
+        heads = [f"for (long c{axis} = 0; c{axis} < {extents[axis]}; c{axis}++)" for axis in axes]
+        if padded.swapped is None:
+            del heads[-1], axes[-1]
+        else:
+            # As many numbers of a row as a line of the cache holds.
+            heads.insert(0, f"for (long b = 0; b < {extents[-1]}; b += 16)")
+            heads[-1] = f"for (long c{last} = b; c{last} < {extents[-1]} && c{last} < b + 16; c{last}++)"
+        to = " + ".join([copy.name, *(f"c{a} * {self.stride(copy, places[a])}" for a in axes)])
+        place = " + ".join([source.name, *(f"c{a} * {self.stride(source, a)}" for a in axes)])
+        if heads:
             self.line("#pragma omp parallel for num_threads(threads) if(threads > 1)")
-        for axis in outer:
-            self.line("  " * axis + f"for (long c{axis} = 0; c{axis} < {self.text(source.shape[axis])}; c{axis}++)")
-        to, place = (" + ".join([b.name, *(f"c{a} * {self.stride(b, a)}" for a in outer)]) for b in (copy, source))
-        row = f"{self.text(source.shape[-1])} * sizeof({stored})"
-        self.line("  " * len(outer) + f"__builtin_memcpy({to}, {place}, {row});")
+        for depth, head in enumerate(heads):
+            self.line("  " * depth + head)
+        copied = f"*({to}) = *({place});"
+        if padded.swapped is None:
+            copied = f"__builtin_memcpy({to}, {place}, {extents[-1]} * sizeof({stored}));"
+        self.line("  " * len(heads) + copied)
 
     def begin(self, everything: bool) -> None:
         """What cells hold before the first term, where not each is written by one sum."""
@@ -356,9 +372,30 @@ class _Printer(Values):
             flags = dict(self.flags)
             self.terms_loop(0, pieces)
             self.flags = flags
-            for target, row in targets:
+            own = [{slot: self.accumulators[target, slot[:2]] for slot in slots} for target in targets]
+            totals = self.totals(own) if self.v is None or self.reduces else None
+            for number, (target, row) in enumerate(targets):
                 store = next(each for each in self.stores if each.subscripts is target)
-                self.write(store, row, {slot: self.accumulators[(target, row), slot[:2]] for slot in slots})
+                self.write(store, row, own[number], totals and totals[number])
+
+    def totals(self, own: Sequence[Mapping[Slot, str]]) -> list[str]:
+        """The sums of all lanes, of several cells at a time."""
+        found = [list[str]() for _ in own]
+        for width in dict.fromkeys(slot.width for slot in own[0]):
+            sums = [" + ".join(name for slot, name in each.items() if slot.width == width) for each in own]
+            at = 0
+            while at < len(sums):
+                count = 1 << min(len(sums) - at, width).bit_length() - 1
+                name = self.fresh("t")
+                if count == 1:
+                    self.line(f"const {self.number.number} {name} = {self.helpers.total(width)}({sums[at]});")
+                else:
+                    self.line(f"{self.number.number} {name}[{count}];")
+                    self.line(f"{self.helpers.totals(count, width)}({name}, {', '.join(sums[at : at + count])});")
+                for place in range(count):
+                    found[at + place].append(name if count == 1 else f"{name}[{place}]")
+                at += count
+        return [" + ".join(each) for each in found]
 
     def terms_loop(self, number: int, pieces: Pieces) -> None:
         """The loops over terms, from one of them on."""
@@ -483,17 +520,13 @@ class _Printer(Values):
 
     # Cells.
 
-    def write(self, store: Store, row: int, own: Mapping[Slot, str]) -> None:
+    def write(self, store: Store, row: int, own: Mapping[Slot, str], total: str | None) -> None:
         """Write a cell for each lane, or one for all."""
         # A row that takes no part has no address.
         asked = row in self.flags and not self.place.streams
         with self.block(f"if ({self.flags[row][0]}) {{") if asked else nullcontext():
-            if self.v is None or self.reduces:
-                by_width: dict[int, list[str]] = {}
-                for slot, name in own.items():
-                    by_width.setdefault(slot.width, []).append(name)
-                totals = [f"{self.helpers.total(w)}({' + '.join(names)})" for w, names in by_width.items()]
-                self.cell(store, row, Slot(1, 0), " + ".join(totals), None, along=False)
+            if total is not None:
+                self.cell(store, row, Slot(1, 0), total, None, along=False)
                 return
             range_ = self.range_of(store, self.first_sum)
             if range_ is not None and self.place.streams:

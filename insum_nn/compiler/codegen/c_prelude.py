@@ -147,6 +147,12 @@ _MASKED = {
         "__builtin_ia32_loadupd512_mask((const double *)p, r, (unsigned char)insum_bits(lo, hi, 8))",
     ),
 }
+# Some lanes of two vectors.
+_PICK = """#ifdef __clang__
+#define INSUM_PICK(mask, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define INSUM_PICK(mask, a, b, ...) __builtin_shuffle(a, b, (mask){__VA_ARGS__})
+#endif"""
 _MASK_BITS = """INSUM_INLINE unsigned insum_bits(long lo, long hi, int w) {
   return ((1u << least(most(hi, 0), w)) - 1) & ~((1u << least(most(lo, 0), w)) - 1);
 }"""
@@ -334,6 +340,34 @@ class Helpers:
             f"__builtin_memcpy(&h, (const char *)&a + sizeof l, sizeof h); return {inner}(l + h);"
         )
         return self.function(f"sum{width}_{number.tag}", number.number, f"{vector} a", body)
+
+    def totals(self, count: int, width: int) -> str:
+        """The sums of the lanes of each of several vectors, a power of two up to `width`: neighbours first."""
+        self.add(_PICK)
+        number, lines = self.number, list[str]()
+
+        def halved(vector: int, a: str, b: str) -> str:
+            """The lanes of two vectors with even numbers, and those with odd ones, added up."""
+            kind, name = self.vector(vector), f"v{len(lines)}"
+            even = (
+                f"INSUM_PICK(m{kind}, {a}, {b}, {', '.join(map(str, range(odd, 2 * vector, 2)))})" for odd in (0, 1)
+            )
+            lines.append(f"{kind} {name} = {' + '.join(even)};")
+            return name
+
+        parts = [f"a{place}" for place in range(count)]
+        while len(parts) > 1:
+            parts = [halved(width, *parts[place : place + 2]) for place in range(0, len(parts), 2)]
+        (last,), left = parts, width
+        while left > count:
+            both = halved(left, last, last)
+            left //= 2
+            last = f"h{left}"
+            lines.append(f"{self.vector(left)} {last}; __builtin_memcpy(&{last}, &{both}, sizeof {last});")
+        vector = self.vector(width)
+        arguments = ", ".join([f"{number.number} *r", *(f"{vector} a{place}" for place in range(count))])
+        lines.append(f"__builtin_memcpy(r, &{last}, sizeof {last});")
+        return self.function(f"sums{count}x{width}_{number.tag}", "void", arguments, " ".join(lines))
 
     def select(self, combine: str, width: int) -> str:
         """The greater or lesser of a value and a term; what is not a number stays."""

@@ -88,7 +88,7 @@ class Values:
             self.cells,
             self.width,
             self.apart,
-            1 if spared else 12 * vector_bytes // 32,
+            4 if spared else 12 * vector_bytes // 32,
             vectors=self.mode == "add" or (floating and self.cells.once),
         )
         lanes = self.place.lanes

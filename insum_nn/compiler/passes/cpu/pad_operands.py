@@ -38,8 +38,9 @@ from insum_nn.compiler.ir.nodes import (
     replacing,
     walk,
 )
-from insum_nn.compiler.passes.cpu.gather_writes import is_sum
+from insum_nn.compiler.passes.cpu.gather_writes import indices_in, is_sum
 from insum_nn.compiler.passes.cpu.place_lanes import extent_of
+from insum_nn.compiler.passes.cpu.transpose_operands import swap
 from insum_nn.compiler.passes.own_rows import ENTRY
 
 __all__ = ["ROOM", "Padded", "highest", "pad_operands"]
@@ -59,11 +60,13 @@ class Padded:
         copy: the copy; its subscripts are those of the operand, and may be negative.
         source: the operand.
         reached: by axis that has zeros, from where to where it is read.
+        swapped: the axis in whose place the last one is; `None`: all are in order.
     """
 
     copy: Buffer
     source: Buffer
     reached: Mapping[int, Sequence[Reach]]
+    swapped: int | None = None
 
 
 def highest(buffer: Buffer) -> Size:
@@ -71,8 +74,13 @@ def highest(buffer: Buffer) -> Size:
     return Size(f"{buffer.name}_highest")
 
 
-def pad_operands(kernel: Kernel) -> tuple[Kernel, tuple[Padded, ...], tuple[Buffer, ...]]:
-    """Return a kernel that reads padded copies, these, and what has to be finite then; no copies if none helps."""
+def pad_operands(kernel: Kernel, lanes: Loop | None) -> tuple[Kernel, tuple[Padded, ...], tuple[Buffer, ...]]:
+    """Return a kernel that reads copies, these, and what has to be finite then; no copies if none helps.
+
+    Args:
+        kernel: the algorithm.
+        lanes: the loop along vectors: where entries address the last axis of an operand, it is read transposed.
+    """
     loops = {loop.index: loop for loop in loops_of(kernel)}
     reached, finite = dict[Buffer, dict[int, dict[Reach, None]]](), dict[Buffer, None]()
     stores, missed = stores_of(kernel), list[dict[Expr, Reach]]()
@@ -84,16 +92,18 @@ def pad_operands(kernel: Kernel) -> tuple[Kernel, tuple[Padded, ...], tuple[Buff
                     reached.setdefault(read.buffer, {}).setdefault(axis, {})[own[subscript]] = None
             if not own.keys() <= {*read.subscripts}:
                 finite[read.buffer] = None
+    swapped = _swapped(stores, lanes, reached)
     copies = dict[Node, Buffer]()
     for source, axes in reached.items():
         name = f"{source.name}_wide"
         shape = [Size(f"{name}_{axis}") if axis in axes else extent for axis, extent in enumerate(source.shape)]
-        copies[source] = Buffer(name, source.dtype, tuple(shape), source.facts)
+        copies[source] = Buffer(name, source.dtype, swap(shape, swapped.get(source)), source.facts)
     changed, moved = dict[Node, Node](copies), list[Stmt]()
     for store, own in zip(stores, missed, strict=True):
         for read in operands(store.value):
             kept = conjunction([c for c in conjuncts(read.where) if not _asks(c, own)])
-            changed[read] = Load(copies.get(read.buffer, read.buffer), read.subscripts, kept, read.fill)
+            subscripts = swap(read.subscripts, swapped.get(read.buffer))
+            changed[read] = Load(copies.get(read.buffer, read.buffer), subscripts, kept, read.fill)
         value, where = replacing(changed)(store.value), [c for c in conjuncts(store.where) if not _asks(c, own)]
         assert isinstance(value, Expr)
         moved.append(Store(store.buffer, store.subscripts, value, store.combine, conjunction(where)))
@@ -101,8 +111,27 @@ def pad_operands(kernel: Kernel) -> tuple[Kernel, tuple[Padded, ...], tuple[Buff
     for loop in reversed(loops.values()):
         body = (Loop(loop.index, loop.begin, loop.end, loop.role, body),)
     inputs = (*kernel.inputs, *copies.values())
-    padded = tuple(Padded(copies[b], b, {a: tuple(each) for a, each in axes.items()}) for b, axes in reached.items())
-    return Kernel(inputs, kernel.results, body, kernel.exact), padded, tuple(finite)
+    made = tuple(
+        Padded(copies[b], b, {a: tuple(each) for a, each in axes.items()}, swapped.get(b))
+        for b, axes in reached.items()
+    )
+    return Kernel(inputs, kernel.results, body, kernel.exact), made, tuple(finite)
+
+
+def _swapped(
+    stores: Sequence[Store], lanes: Loop | None, reached: dict[Buffer, dict[int, dict[Reach, None]]]
+) -> dict[Buffer, int]:
+    """The operands that are read far apart along the lanes, and the axis along these; they have no zeros."""
+    found, other = dict[Buffer, int](), {*reached}
+    for read in (read for store in stores if lanes for read in operands(store.value)):
+        *others, last = read.subscripts or (Const(0),)
+        if lanes is None or lanes.index not in others or not isinstance(last, Load) or lanes.index in indices_in(last):
+            other.add(read.buffer)
+        elif found.setdefault(read.buffer, others.index(lanes.index)) != others.index(lanes.index):
+            other.add(read.buffer)
+    found = {buffer: axis for buffer, axis in found.items() if buffer not in other}
+    reached.update({buffer: {} for buffer in found})
+    return found
 
 
 def _asks(condition: Expr, subscripts: Mapping[Expr, Reach]) -> bool:
