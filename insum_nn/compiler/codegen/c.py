@@ -160,7 +160,8 @@ class _Printer(Values):
                 asked.append(f"{wide} <= 2 * {extent} + {ROOM}")
             start = " + ".join(f"low_{source.name}_{axis} * {self.stride(copy, axis)}" for axis in each.reached) or "0"
             made.append((each, number_of(source.dtype).stored, self.cell_count(copy), start))
-        asked += [f"{work} > 4.0 * {cells}" for *_, cells, _ in made]
+        for each, _, cells, _ in made:
+            asked += [f"{work} > 4.0 * {cells}", f"{cells} <= 4 * {self.cell_count(each.source)} + {ROOM**2}"]
         asked += [f"{self.helpers.finite()}({b.name}, {self.cell_count(b)}, threads)" for b in finite if self.floating]
         with self.block(f"if ({' && '.join(asked)}) {{"):
             self.line("int failed = -1;")
@@ -179,7 +180,8 @@ class _Printer(Values):
         numbers = sorted({*careful.numbers} | given - {size.name for size in tables.values()})
         text = "\n\n".join([careful.text, inner.text, self.function(numbers)])
         prelude = PIECES.join(dict.fromkeys([*self.helpers.prelude.split(PIECES), *inner.prelude.split(PIECES)]))
-        return replace(careful, text=text, prelude=prelude, name=name, numbers=tuple(numbers))
+        filled = careful.filled or inner.filled
+        return replace(careful, text=text, prelude=prelude, name=name, numbers=tuple(numbers), filled=filled)
 
     def cell_count(self, buffer: Buffer) -> str:
         return " * ".join([self.text(e) for e in buffer.shape] or ["1L"])

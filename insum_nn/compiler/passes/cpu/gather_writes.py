@@ -9,6 +9,7 @@ What was scattered is then a sum in registers, whose result is written once.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from insum_nn.compiler.ir.access import affine_terms
@@ -92,7 +93,8 @@ def _gathered(kernel: Kernel) -> Kernel | None:
         if isinstance(written, Index | Const | Load):
             continue
         elsewhere = bounds | indices_in(*(s for other, s in enumerate(store.subscripts) if other != axis))
-        for loop in sorted(loops, key=lambda each: int(each.end.value) if isinstance(each.end, Const) else -1):
+        # The longest loop: the others are summed for each cell.
+        for loop in sorted(loops, key=lambda each: -each.end.value if isinstance(each.end, Const) else -math.inf):
             step = coefficient(written, loop.index)
             if step in (1, -1) and loop.begin is Const(0) and loop.index not in elsewhere:
                 return _moved(kernel, loops, store, axis, loop, step)
