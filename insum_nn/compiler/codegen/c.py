@@ -375,10 +375,10 @@ class _Printer(Values):
             self.terms_loop(0, pieces)
             self.flags = flags
             own = [{slot: self.accumulators[target, slot[:2]] for slot in slots} for target in targets]
-            totals = self.totals(own) if self.v is None or self.reduces else None
+            totals = self.totals(own) if self.v is None or self.reduces else [None] * len(own)
             for number, (target, row) in enumerate(targets):
                 store = next(each for each in self.stores if each.subscripts is target)
-                self.write(store, row, own[number], totals and totals[number])
+                self.write(store, row, own[number], totals[number])
 
     def totals(self, own: Sequence[Mapping[Slot, str]]) -> list[str]:
         """The sums of all lanes, of several cells at a time."""

@@ -51,7 +51,7 @@ def group_entries(kernel: Kernel) -> tuple[RowWalk, Load, Expr] | None:
 
 def _selected(kernel: Kernel, store: Store) -> tuple[Load, Expr] | None:
     loops = loops_of(kernel)
-    sums = {loop.index: extent_of(loop) for loop in loops if loop.role == "sum"}
+    sums: dict[Expr, int | None] = {loop.index: extent_of(loop) for loop in loops if loop.role == "sum"}
     looked_up = indices_in(
         *(s for node in walk(store) if isinstance(node, Load | Store) for s in node.subscripts if isinstance(s, Load))
     )

@@ -98,7 +98,7 @@ def pad_operands(kernel: Kernel, lanes: Loop | None) -> tuple[Kernel, tuple[Padd
         name = f"{source.name}_wide"
         shape = [Size(f"{name}_{axis}") if axis in axes else extent for axis, extent in enumerate(source.shape)]
         copies[source] = Buffer(name, source.dtype, swap(shape, swapped.get(source)), source.facts)
-    changed, moved = dict[Node, Node](copies), list[Stmt]()
+    changed, moved = dict[Node, Node](), list[Stmt]()
     for store, own in zip(stores, missed, strict=True):
         for read in operands(store.value):
             kept = conjunction([c for c in conjuncts(read.where) if not _asks(c, own)])
@@ -122,6 +122,7 @@ def _swapped(
     stores: Sequence[Store], lanes: Loop | None, reached: dict[Buffer, dict[int, dict[Reach, None]]]
 ) -> dict[Buffer, int]:
     """The operands that are read far apart along the lanes, and the axis along these; they have no zeros."""
+    # What also addresses something is read there too.
     found, other = dict[Buffer, int](), {*reached}
     for read in (read for store in stores if lanes for read in operands(store.value)):
         *others, last = read.subscripts or (Const(0),)
@@ -129,7 +130,7 @@ def _swapped(
             other.add(read.buffer)
         elif found.setdefault(read.buffer, others.index(lanes.index)) != others.index(lanes.index):
             other.add(read.buffer)
-    found = {buffer: axis for buffer, axis in found.items() if buffer not in other}
+    found = {b: axis for b, axis in found.items() if b not in other and not b.name.startswith("x")}
     reached.update({buffer: {} for buffer in found})
     return found
 
@@ -152,6 +153,7 @@ def _missed(store: Store, loops: Mapping[Index, Loop]) -> dict[Expr, Reach]:
         users = [n for n in walk(store) if isinstance(n, Load) and subscript in n.subscripts]
         padded = users and all(
             user in reads
+            and not user.buffer.name.startswith("x")
             and len(user.subscripts) < len(loops)
             and all(e is extent for s, e in zip(user.subscripts, user.buffer.shape, strict=True) if s is subscript)
             for user in users
@@ -177,10 +179,7 @@ def _reach(subscript: Expr, extent: Expr, loops: Mapping[Index, Loop]) -> Reach 
             unknown += extent_of(loops[atom]) is None
         else:
             return None
-        low, high = (
-            (add(low, multiply(Const(factor), last)), high)
-            if factor < 0
-            else (low, add(high, multiply(Const(factor), last)))
-        )
+        ends = add(low, step := multiply(Const(factor), last)), add(high, step)
+        low, high = (ends[0], high) if factor < 0 else (low, ends[1])
     cells = [each.value for each in (extent, low, high) if isinstance(each, Const)]
     return None if unknown > 1 or (len(cells) == 3 and cells[2] - cells[1] >= 2 * cells[0] + ROOM) else (low, high)
