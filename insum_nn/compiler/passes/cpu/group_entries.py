@@ -56,9 +56,8 @@ def _selected(kernel: Kernel, store: Store) -> tuple[Load, Expr] | None:
         *(s for node in walk(store) if isinstance(node, Load | Store) for s in node.subscripts if isinstance(s, Load))
     )
     dense = {loop.index for loop in loops if loop.role == "free"} - looked_up
-    for factor in factors_of(store.value):
-        if not isinstance(factor, Load) or len(factor.subscripts) < 3:
-            continue
+    factors = [f for f in factors_of(store.value) if isinstance(f, Load) and len(f.subscripts) > 2]
+    for factor in sorted(factors, key=lambda each: each.subscripts[-1] in sums):
         *_, last = factor.subscripts
         # A matrix whose rows are summed is shared by lanes that are added up at the end: of short rows that costs more.
         if sums.get(last) is not None or sums.keys().isdisjoint(factor.subscripts) or not dense <= indices_in(factor):
