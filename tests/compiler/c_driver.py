@@ -19,6 +19,7 @@ from insum_nn.compiler.codegen.c import CKernel, c_kernel
 from insum_nn.compiler.codegen.c_prelude import PIECES
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
+from insum_nn.compiler.kernels.c_compiler import vector_bytes
 from insum_nn.compiler.lang.bind import bind, layout_of
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
@@ -35,7 +36,8 @@ __all__ = ["COMPILER", "FLAGS", "Case", "case_of", "check", "compiled", "extent"
 
 COMPILER = shutil.which("cc")
 FLAGS = (
-    "-O2 -fno-tree-vectorize -fno-tree-slp-vectorize -march=native -fno-math-errno -fno-trapping-math -shared -fPIC"
+    "-O2 -fno-tree-vectorize -fno-tree-slp-vectorize -march=native -fno-math-errno -fno-trapping-math -shared -fPIC "
+    "-Wno-psabi"
 ).split()
 
 
@@ -99,7 +101,7 @@ class Case:
         return getattr(torch, self.kernel.results[0].buffer.dtype)  # type: ignore[no-any-return]
 
     def printed(self, name: str, **options: Any) -> CKernel:
-        return c_kernel(self.kernel, name=name, **options)
+        return c_kernel(self.kernel, name=name, **{"vector_bytes": vector_bytes(), **options})
 
     def expected(self) -> Tensor:
         """What the interpreter computes, in float64 or int64."""

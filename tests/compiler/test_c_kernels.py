@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.codegen.c import NotInC, c_kernel
+from insum_nn.compiler.codegen.c import CKernel, NotInC, c_kernel
 from insum_nn.compiler.codegen.c_prelude import Helpers
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.derivative import derivatives
@@ -168,7 +169,45 @@ def _statements() -> Iterator[Given[str]]:
     yield "broadcast", "Y[i,j] = 2 * a", {"a": numbers()}, {"sizes": {"i": 3, "j": 37}}
 
 
-STATEMENTS = [*_statements()]
+def _padded() -> Iterator[Given[str]]:
+    """Statements whose terms miss an operand at its borders, and read it many times."""
+    n = numbers
+    yield (
+        "dilated",
+        "O[n,m,p] += X[n,c,p+2*r-4] * W[m,c,r]",
+        {"X": n(2, 3, 19), "W": n(17, 3, 5)},
+        {"sizes": {"p": 21}, "fixed": "mcr"},
+    )
+    yield (
+        "strided",
+        "O[n,m,p] += X[n,c,2*p-r+3] * W[m,c,r]",
+        {"X": n(2, 3, 33), "W": n(19, 3, 3)},
+        {"sizes": {"p": 18}, "fixed": "mcr"},
+    )
+    entry = {"M": entries(9, 120), "C": entries(3, 120), "R": entries(3, 120, missing=True), "S": entries(3, 120)}
+    yield (
+        "pruned",
+        "O[n,M[f],p,q] += I[n,C[f],p+R[f]-1,q+S[f]-1] * F[f]",
+        {"I": n(2, 3, 7, 21), "F": n(120), **entry},
+        {"sizes": {"p": 7, "q": 21}, "out_shape": (None, 9, None, None)},
+    )
+    # Entries address the last axis: what is read along the lanes is transposed.
+    yield (
+        "columns",
+        "Y[a,I[b]] += V[b] * X[a,J[b]]",
+        {"V": n(130), "X": n(19, 21), "I": entries(5, 130), "J": entries(21, 130, missing=True)},
+        {"out_shape": (None, 5)},
+    )
+    yield (
+        "two operands",
+        "O[p,m] += X[p+r-1,s] * W[m,p+s-2]",
+        {"X": n(24, 5), "W": n(33, 24)},
+        {"sizes": {"p": 24, "r": 3}, "fixed": "mrs"},
+    )
+
+
+_PADDED = [*_padded()]
+STATEMENTS = [*_statements(), *_PADDED]
 TABLES = {
     "CG": torch.tensor([0.5, -1.0, 2.0, 1.5, 0.25]).double(),
     "I": torch.tensor([0, 1, 2, 2, 0]),
@@ -304,15 +343,14 @@ def test_threads_change_no_bit(tmp_path: Path):
         )
         for _, statement, tensors, options in with_derivatives(iter(STATEMENTS))
     ]
-    (tmp_path / "one").mkdir()
-    alone = run(cases, tmp_path / "one")
     printed = [case.printed(f"k{number}") for number, case in enumerate(cases)]
-    together = compiled(printed, tmp_path, threads=True)
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        for number, (case, want) in enumerate(zip(cases, alone, strict=True)):
-            got = case.run(getattr(together, f"call_k{number}"), printed[number])
-            assert torch.equal(got.nan_to_num(5), want.nan_to_num(5)), case.title
+    library = compiled(printed, tmp_path, threads=True)
+    for number, case in enumerate(cases):
+        found = list[Tensor]()
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(case.run(getattr(library, f"call_k{number}"), printed[number]).nan_to_num(5))
+        assert torch.equal(*found), case.title
     assert sum("#pragma omp" in each.text for each in printed) > 30
 
 
@@ -500,7 +538,7 @@ def test_long_sums_are_walked_once():
     (case,) = (
         case_of(parse(text), tensors, **options) for name, text, tensors, options in STATEMENTS if name == "wide table"
     )
-    text = case.printed("k").text
+    text = case.printed("k", vector_bytes=32).text
     assert "add4_float64_float64" in text
 
 
@@ -511,7 +549,7 @@ def test_gradients_of_pruned_filters_are_summed_in_vectors():
     tensors |= {name: entries(3, 30).view(10, 3) for name in "CRS"}
     options: dict[str, Any] = {"sizes": {"p": 6, "q": 21}, "out_shape": (2, 4, 6, 21), "compiled_in": 128}
     for title, each, read, own in with_derivatives(iter([("pruned", text, tensors, options)])):
-        printed = case_of(each, read, **own).printed("k").text
+        printed = case_of(each, read, **own).printed("k", vector_bytes=32).text
         assert " % " in printed or title == "pruned"
         # Pixels are neighbours: no lane is read by itself.
         assert re.search(r"\bldm?4_float64\(", printed), title
@@ -578,3 +616,56 @@ def test_kernels_run_without_the_processor_s_own_reads(tmp_path: Path):
     library = compiled(printed, tmp_path, flags=["-U__AVX__", "-U__FLT16_MAX__"])
     for number, case in enumerate(cases):
         check(case, case.run(getattr(library, f"call_k{number}"), printed[number]))
+
+
+def _padded_cases(dtype: torch.dtype) -> list[Case]:
+    cases = [case_of(s, in_dtype(t, dtype), **options) for _, s, t, options in with_derivatives(iter(_PADDED))]
+    return [case for case in cases if "k_careful" in case.printed("k").text]
+
+
+def _without_conditions(case: Case, name: str, **options: Any) -> CKernel:
+    """A kernel that fails where the one with conditions would run."""
+    printed = case.printed(name, **options)
+    return replace(printed, text=re.sub(r"return \w+_careful\(.*\);", "return 2;", printed.text))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.float32, 64), (torch.float64, 32), (torch.bfloat16, 64), (torch.int32, 32)], ids=str
+)
+def test_operands_are_read_among_zeros(dtype: torch.dtype, width: int, tmp_path: Path):
+    cases = _padded_cases(dtype)
+    assert len(cases) >= 12
+    printed = [_without_conditions(case, f"k{n}", vector_bytes=width) for n, case in enumerate(cases)]
+    library = compiled(printed, tmp_path, threads=True)
+    for number, case in enumerate(cases):
+        check(case, case.run(getattr(library, f"call_k{number}"), printed[number]))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e36])
+def test_what_zeros_are_multiplied_by_is_finite(value: float, tmp_path: Path):
+    # Terms that miss do not count in gradients, whatever they are multiplied by.
+    cases = [case for case in _padded_cases(torch.float32) if case.kernel.exact]
+    printed = [_without_conditions(case, f"k{n}") for n, case in enumerate(cases)]
+    careful = [case.printed(f"c{n}") for n, case in enumerate(cases)]
+    library = compiled([*printed, *careful], tmp_path)
+    for number, case in enumerate(cases):
+        checked = re.findall(r"finite_float32\((\w+),", printed[number].text)
+        if not checked:
+            assert "J[b]" in case.title
+            continue
+        case.memory = {n: t.clone() for n, t in case.memory.items()}
+        case.memory[checked[0]].view(-1)[3] = value
+        with pytest.raises(AssertionError):
+            case.run(getattr(library, f"call_k{number}"), printed[number])
+        check(case, case.run(getattr(library, f"call_c{number}"), careful[number]))
+
+
+def test_entries_far_outside_need_no_copy(tmp_path: Path):
+    (case,) = [c for c in _padded_cases(torch.float32) if "F" in c.title and c.title.startswith("O")]
+    far = next(name for name in case.memory if "x" in name and int(case.memory[name].min()) < 0)
+    case.memory[far] = torch.where(torch.arange(120) % 7 == 0, 1 << 40, case.memory[far])
+    printed, careful = _without_conditions(case, "k0"), case.printed("k1")
+    library = compiled([printed, careful], tmp_path)
+    with pytest.raises(AssertionError):
+        case.run(library.call_k0, printed)
+    check(case, case.run(library.call_k1, careful))

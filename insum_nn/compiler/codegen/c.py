@@ -13,20 +13,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from insum_nn.compiler.codegen.c_prelude import literal, number_of
+from insum_nn.compiler.codegen.c_prelude import PIECES, literal, number_of
 from insum_nn.compiler.codegen.c_values import NotInC, Pieces, Range, Slot, Values
 from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.graph import factors_of
+from insum_nn.compiler.ir.graph import factors_of, loops_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Kernel, Load, Loop, Op, Size, Store, conjuncts, walk
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes.cpu.lower import lower
+from insum_nn.compiler.passes.cpu.pad_operands import ROOM, Padded, highest, pad_operands
 from insum_nn.compiler.passes.cpu.place_lanes import extent_of, steps_of
 from insum_nn.compiler.passes.cpu.transpose_operands import Transposed, transpose_operands
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["CKernel", "NotInC", "c_kernel"]
 
-# Bytes of a vector: one register of most processors; a result is the same on all of them.
+# Bytes of a vector: one register of most processors.
 _VECTOR = 32
 
 
@@ -78,7 +79,17 @@ def c_kernel(
     kernel, copies = transpose_operands(kernel, made)
     lowered = lower(kernel)
     verify_kernel(lowered.kernel, placed=False)
-    return replace(_Printer(lowered, name, vector_bytes).print(), copies=copies)
+    printer = _Printer(lowered, name, vector_bytes)
+    wide, padded, finite = pad_operands(lowered.kernel, printer.place.lanes)
+    if padded:
+        # Few calls run it then, and it takes the longest to compile.
+        printer = _Printer(lowered, f"{name}_careful", vector_bytes, spared=True)
+    found = printer.print()
+    if padded:
+        verify_kernel(wide, placed=False)
+        inner = _Printer(replace(lowered, kernel=wide), f"{name}_wide", vector_bytes).print()
+        found = printer.padding(name, found, inner, padded, finite, loops_of(kernel))
+    return replace(found, copies=copies)
 
 
 class _Printer(Values):
@@ -96,22 +107,109 @@ class _Printer(Values):
         self.lines += body
         self.end()
         used = {node.buffer for node in walk(self.kernel) if isinstance(node, Load)}
-        inputs = [b for b in self.kernel.inputs if b in used or (b.name == INITIAL and self.has_initial)]
-        names = {n.name for b in (*inputs, self.out) for e in b.shape for n in walk(e) if isinstance(n, Size)}
+        self.inputs = [b for b in self.kernel.inputs if b in used or (b.name == INITIAL and self.has_initial)]
+        names = {n.name for b in (*self.inputs, self.out) for e in b.shape for n in walk(e) if isinstance(n, Size)}
         numbers = sorted(names | {n.name for n in walk(self.kernel) if isinstance(n, Size)})
+        text = self.function(numbers)
+        pointers = (*(b.name for b in self.inputs), "out")
+        filled = not (everything or self.has_initial or self.apart_sums)
+        return CKernel(text, self.helpers.prelude, self.name, pointers, tuple(numbers), self.structure, filled)
+
+    def function(self, numbers: Sequence[str]) -> str:
+        """The text of a function of the kernel's tensors, around what was printed."""
         # The initial value may be the output's own memory.
         parts = [
-            f"const {number_of(b.dtype).stored} *{'' if b.name == INITIAL else 'restrict '}{b.name}" for b in inputs
+            f"const {number_of(b.dtype).stored} *{'' if b.name == INITIAL else 'restrict '}{b.name}"
+            for b in self.inputs
         ]
         parts += [
             f"{number_of(self.out.dtype).stored} *{'' if self.has_initial else 'restrict '}out",
             *(f"long n_{n}" for n in numbers),
             "long threads",
         ]
-        text = f"static int {self.name}({', '.join(parts)}) {{\n" + "\n".join([*self.lines, "  return 0;", "}"])
-        pointers = (*(b.name for b in inputs), "out")
-        filled = not (everything or self.has_initial or self.apart_sums)
-        return CKernel(text, self.helpers.prelude, self.name, pointers, tuple(numbers), self.structure, filled)
+        return f"static int {self.name}({', '.join(parts)}) {{\n" + "\n".join([*self.lines, "  return 0;", "}"])
+
+    def padding(
+        self,
+        name: str,
+        careful: CKernel,
+        inner: CKernel,
+        padded: Sequence[Padded],
+        finite: Sequence[Buffer],
+        loops: Sequence[Loop],
+    ) -> CKernel:
+        """The function that makes padded copies and calls the kernel that reads them, or the one with conditions."""
+        self.name, self.lines = name, []
+        exprs = [e for p in padded for each in p.reached.values() for reach in each for e in reach]
+        tables = {b: highest(b) for b in self.inputs if {highest(b)} & {*walk(*exprs)}}
+        for buffer, size in tables.items():
+            high = self.helpers.highest(buffer.dtype)
+            self.line(f"const long n_{size.name} = {high}({buffer.name}, {self.cell_count(buffer)});")
+        asked = list[str]()
+        work, most = " * ".join(["1.0", *(self.text(loop.end) for loop in loops)]), self.helpers.range("most")
+        made = list[tuple[Padded, str, str, str]]()
+        for each in padded:
+            source, copy = each.source, each.copy
+            for axis, reached in each.reached.items():
+                extent, wide = self.text(source.shape[axis]), self.text(copy.shape[axis])
+                before, after, low = "0L", extent, f"low_{source.name}_{axis}"
+                for first, last in reached:
+                    before = f"{most}({before}, -({self.text(first)}))"
+                    after = f"{most}({after}, {self.text(last)} + 1)"
+                self.line(f"const long {low} = {before}, {wide} = {low} + {after};")
+                asked.append(f"{wide} <= 2 * {extent} + {ROOM}")
+            start = " + ".join(f"low_{source.name}_{axis} * {self.stride(copy, axis)}" for axis in each.reached) or "0"
+            made.append((each, number_of(source.dtype).stored, self.cell_count(copy), start))
+        for each, _, cells, _ in made:
+            asked += [f"{work} > 4.0 * {cells}", f"{cells} <= 4 * {self.cell_count(each.source)} + {ROOM**2}"]
+        asked += [f"{self.helpers.finite()}({b.name}, {self.cell_count(b)}, threads)" for b in finite if self.floating]
+        with self.block(f"if ({' && '.join(asked)}) {{"):
+            self.line("int failed = -1;")
+            for each, stored, cells, _ in made:
+                self.line(f"{stored} *all_{each.copy.name} = __builtin_calloc({cells} + 1, sizeof({stored}));")
+            with self.block(f"if ({' && '.join(f'all_{each.copy.name}' for each in padded)}) {{"):
+                for each, stored, _, start in made:
+                    self.line(f"{stored} *{each.copy.name} = all_{each.copy.name} + {start};")
+                    self.fill_copy(each, stored)
+                self.line(f"failed = {_call(inner)};")
+            for each in padded:
+                self.line(f"__builtin_free(all_{each.copy.name});")
+            self.line("if (failed >= 0) return failed;")
+        self.line(f"return {_call(careful)};")
+        given = {n.name for n in walk(*(loop.end for loop in loops), *exprs) if isinstance(n, Size)}
+        numbers = sorted({*careful.numbers} | given - {size.name for size in tables.values()})
+        text = "\n\n".join([careful.text, inner.text, self.function(numbers)])
+        prelude = PIECES.join(dict.fromkeys([*self.helpers.prelude.split(PIECES), *inner.prelude.split(PIECES)]))
+        filled = careful.filled or inner.filled
+        return replace(careful, text=text, prelude=prelude, name=name, numbers=tuple(numbers), filled=filled)
+
+    def cell_count(self, buffer: Buffer) -> str:
+        return " * ".join([self.text(e) for e in buffer.shape] or ["1L"])
+
+    def fill_copy(self, padded: Padded, stored: str) -> None:
+        """Copy the rows of an operand among zeros, or transpose them."""
+        source, copy, last = padded.source, padded.copy, len(padded.source.shape) - 1
+        axes, extents = [*range(last + 1)], [self.text(extent) for extent in source.shape]
+        places = [*axes]
+        if padded.swapped is not None:
+            places[padded.swapped], places[-1] = last, padded.swapped
+        heads = [f"for (long c{axis} = 0; c{axis} < {extents[axis]}; c{axis}++)" for axis in axes]
+        if padded.swapped is None:
+            del heads[-1], axes[-1]
+        else:
+            # As many numbers of a row as a line of the cache holds.
+            heads.insert(0, f"for (long b = 0; b < {extents[-1]}; b += 16)")
+            heads[-1] = f"for (long c{last} = b; c{last} < {extents[-1]} && c{last} < b + 16; c{last}++)"
+        to = " + ".join([copy.name, *(f"c{a} * {self.stride(copy, places[a])}" for a in axes)])
+        place = " + ".join([source.name, *(f"c{a} * {self.stride(source, a)}" for a in axes)])
+        if heads:
+            self.line("#pragma omp parallel for num_threads(threads) if(threads > 1)")
+        for depth, head in enumerate(heads):
+            self.line("  " * depth + head)
+        copied = f"*({to}) = *({place});"
+        if padded.swapped is None:
+            copied = f"__builtin_memcpy({to}, {place}, {extents[-1]} * sizeof({stored}));"
+        self.line("  " * len(heads) + copied)
 
     def begin(self, everything: bool) -> None:
         """What cells hold before the first term, where not each is written by one sum."""
@@ -202,22 +300,23 @@ class _Printer(Values):
         """The loop along the lanes as vectors in straight-line code, and how they are repeated."""
         lanes = self.place.lanes
         if lanes is None:
-            return [(0, [Slot(1, 0)])]
+            return [(0, 0, [Slot(1, 0)])]
         extent, width, each = extent_of(lanes), self.width, max(self.place.schedule.n, self.place.schedule.k)
         full = [Slot(width, at) for at in range(0, each, width)]
         if extent is None:
-            return [(each, full), *([(width, [Slot(width, 0)])] if each > width else []), (1, [Slot(1, 0)])]
-        found = list[tuple[int, Sequence[Slot]]]()
+            rest = [slot._replace(passes=True) for slot in full]
+            return [(each, each, full), *([(width + 1, each, rest)] if each > width else []), (1, width, rest[:1])]
+        found = list[tuple[int, int, Sequence[Slot]]]()
         rest = extent
         if extent > each:
-            found, rest = [(each, full)], extent % each
+            found, rest = [(each, each, full)], extent % each
         slots, at = list[Slot](), 0
         while rest:
             while width > rest:
                 width //= 2
             slots.append(Slot(width, at))
             at, rest = at + width, rest - width
-        return found + ([(0, slots)] if slots else [])
+        return found + ([(0, 0, slots)] if slots else [])
 
     def along_lanes(self, pieces: Pieces, start: str, body: Callable[[Sequence[Slot]], None]) -> None:
         """The loops over vectors, each from where the one before it ended."""
@@ -226,8 +325,8 @@ class _Printer(Values):
         v, end = f"i_{self.v.name}", self.text(self.place.lanes.end)
         with self.block():
             self.line(f"long {v} = {start};")
-            for step, slots in pieces:
-                with self.block(f"for (; {v} + {step} <= {end}; {v} += {step}) {{" if step else "{"):
+            for left, step, slots in pieces:
+                with self.block(f"for (; {v} + {left} <= {end}; {v} += {step}) {{" if step else "{"):
                     body(slots)
 
     def columns(self, *, outermost: bool) -> None:
@@ -237,15 +336,15 @@ class _Printer(Values):
             self.sums(pieces)
             return
         start = "0"
-        if outermost and pieces[0][0]:
+        if outermost and pieces[0][1]:
             # Loops that threads divide have a form of their own.
-            (step, slots), *pieces = pieces
+            (_, step, slots), *pieces = pieces
             v, end = f"i_{lanes.index.name}", self.text(lanes.end)
             start = f"{end} / {step} * {step}"
             self.parallel(lanes, f"{end} / {step}")
             with self.block(f"for (long {v} = 0; {v} < {start}; {v} += {step}) {{"):
-                self.sums([(0, slots)])
-        self.along_lanes(pieces, start, lambda slots: self.sums([(0, slots)]))
+                self.sums([(0, 0, slots)])
+        self.along_lanes(pieces, start, lambda slots: self.sums([(0, 0, slots)]))
 
     # Sums.
 
@@ -257,7 +356,9 @@ class _Printer(Values):
 
     def batch(self, pieces: Pieces) -> None:
         """The same for one batch."""
-        slots = [*dict.fromkeys(slot for _, each in pieces for slot in each)]
+        # What passes the end is added to the same sums, or is alone.
+        every = [slot for *_, each in pieces for slot in each]
+        slots = [*{slot[:2]: slot for slot in every}.values()]
         # Rows that are terms add to the same cells.
         rows = range(1 if self.place.streams else self.rows)
         targets = [(target, row) for target in dict.fromkeys(store.subscripts for store in self.stores) for row in rows]
@@ -265,7 +366,7 @@ class _Printer(Values):
         with self.block():
             for target in targets:
                 for slot in slots:
-                    name = self.accumulators[target, slot] = self.fresh("a")
+                    name = self.accumulators[target, slot[:2]] = self.fresh("a")
                     self.line(f"{self.helpers.vector(slot.width)} {name} = {begin}{self.helpers.zero(slot.width)};")
                 if self.mode != "add":
                     name = self.seen[target] = self.fresh("seen")
@@ -273,9 +374,30 @@ class _Printer(Values):
             flags = dict(self.flags)
             self.terms_loop(0, pieces)
             self.flags = flags
-            for target, row in targets:
+            own = [{slot: self.accumulators[target, slot[:2]] for slot in slots} for target in targets]
+            totals = self.totals(own) if self.v is None or self.reduces else [None] * len(own)
+            for number, (target, row) in enumerate(targets):
                 store = next(each for each in self.stores if each.subscripts is target)
-                self.write(store, row, {slot: self.accumulators[(target, row), slot] for slot in slots})
+                self.write(store, row, own[number], totals[number])
+
+    def totals(self, own: Sequence[Mapping[Slot, str]]) -> list[str]:
+        """The sums of all lanes, of several cells at a time."""
+        found = [list[str]() for _ in own]
+        for width in dict.fromkeys(slot.width for slot in own[0]):
+            sums = [" + ".join(name for slot, name in each.items() if slot.width == width) for each in own]
+            at = 0
+            while at < len(sums):
+                count = 1 << min(len(sums) - at, width).bit_length() - 1
+                name = self.fresh("t")
+                if count == 1:
+                    self.line(f"const {self.number.number} {name} = {self.helpers.total(width)}({sums[at]});")
+                else:
+                    self.line(f"{self.number.number} {name}[{count}];")
+                    self.line(f"{self.helpers.totals(count, width)}({name}, {', '.join(sums[at : at + count])});")
+                for place in range(count):
+                    found[at + place].append(name if count == 1 else f"{name}[{place}]")
+                at += count
+        return [" + ".join(each) for each in found]
 
     def terms_loop(self, number: int, pieces: Pieces) -> None:
         """The loops over terms, from one of them on."""
@@ -289,7 +411,7 @@ class _Printer(Values):
         elif self.reduces:
             self.along_lanes(pieces, "0", self.terms)
         else:
-            self.terms(pieces[0][1])
+            self.terms(pieces[0][2])
 
     def terms(self, slots: Sequence[Slot]) -> None:
         """Add the terms of all stores at one point; those with the same lanes and conditions are one product."""
@@ -311,13 +433,15 @@ class _Printer(Values):
         one = literal(1, self.dtype)
         for (target, range_, lanes), scalars in groups.items():
             key = target, 0 if self.place.streams else row
-            name = self.accumulators[key, slot]
+            name = self.accumulators[key, slot[:2]]
             for each in [scalars] if self.mode == "add" else [[scalar] for scalar in scalars]:
                 scalar = " + ".join(each)
                 vectors = [self.vector(each, range_, row, slot) for each in lanes]
                 parts = [*([f"({scalar})"] if not vectors or scalar != one else []), *vectors]
                 # A function of what is read as 0 need not be 0.
                 zeroed = bool(vectors) and all(isinstance(each, Load) for each in lanes)
+                # Past the end only sums along the lanes count, which no number multiplies there.
+                zeroed = zeroed and not self.kernel.exact if range_ else zeroed and len(parts) == len(vectors)
                 term = self.limited(" * ".join(parts), bool(vectors), zeroed, range_, row, slot)
                 if self.mode == "add":
                     self.line(f"{name} += {term};")
@@ -357,7 +481,7 @@ class _Printer(Values):
         if not vector and slot.width > 1:
             term = f"{term} + {self.helpers.zero(slot.width)}"
         # Lanes that were read as 0 are multiplied by what may be infinite.
-        if range_ is not None and (self.kernel.exact or not zeroed):
+        if not zeroed and (range_ is not None or (slot.passes and self.reduces)):
             term = f"{self.helpers.only(slot.width)}({term}{self.limits(range_, row, slot)})"
         return term
 
@@ -379,8 +503,8 @@ class _Printer(Values):
     def read(self, load: Load, range_: Range | None, row: int, slot: Slot, *, along: bool) -> str:
         """Read neighbours along the lanes, or one cell."""
         near, place = self.address(load, row, slot, along=along)
-        limits = "" if range_ is None else self.limits(range_, row, slot)
-        return f"{self.helpers.load(slot.width, some=range_ is not None, near=near)}({place}{limits})"
+        limits = self.limits(range_, row, slot)
+        return f"{self.helpers.load(slot.width, some=bool(limits), near=near)}({place}{limits})"
 
     def address(self, access: Load | Store, row: int, slot: Slot, *, along: bool) -> tuple[bool, str]:
         """Whether lanes are neighbours, and where they are: the first one's address, and, if not, their distance."""
@@ -398,17 +522,13 @@ class _Printer(Values):
 
     # Cells.
 
-    def write(self, store: Store, row: int, own: Mapping[Slot, str]) -> None:
+    def write(self, store: Store, row: int, own: Mapping[Slot, str], total: str | None) -> None:
         """Write a cell for each lane, or one for all."""
         # A row that takes no part has no address.
         asked = row in self.flags and not self.place.streams
         with self.block(f"if ({self.flags[row][0]}) {{") if asked else nullcontext():
-            if self.v is None or self.reduces:
-                by_width: dict[int, list[str]] = {}
-                for slot, name in own.items():
-                    by_width.setdefault(slot.width, []).append(name)
-                totals = [f"{self.helpers.total(w)}({' + '.join(names)})" for w, names in by_width.items()]
-                self.cell(store, row, Slot(1, 0), " + ".join(totals), None, along=False)
+            if total is not None:
+                self.cell(store, row, Slot(1, 0), total, None, along=False)
                 return
             range_ = self.range_of(store, self.first_sum)
             if range_ is not None and self.place.streams:
@@ -446,6 +566,11 @@ class _Printer(Values):
                 value = f"{seen} ? {value} : {self.helpers.zero(slot.width)}"
             if self.result.activation is not None:
                 value = f"{self.helpers.of_numbers(self.result.activation, slot.width)}({value})"
-        function = self.helpers.store(slot.width, dtype, adds=self.scattered, some=range_ is not None, near=near)
-        limits = "" if range_ is None else self.limits(range_, row, slot)
+        limits = self.limits(range_, row, slot)
+        function = self.helpers.store(slot.width, dtype, adds=self.scattered, some=bool(limits), near=near)
         self.line(f"{function}({place}, {value}{limits});")
+
+
+def _call(kernel: CKernel) -> str:
+    """A call of a function where all of its arguments have their names."""
+    return f"{kernel.name}({', '.join([*kernel.pointers, *(f'n_{n}' for n in kernel.numbers), 'threads'])})"

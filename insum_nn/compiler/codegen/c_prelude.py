@@ -147,6 +147,12 @@ _MASKED = {
         "__builtin_ia32_loadupd512_mask((const double *)p, r, (unsigned char)insum_bits(lo, hi, 8))",
     ),
 }
+# Some lanes of two vectors.
+_PICK = """#ifdef __clang__
+#define INSUM_PICK(mask, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define INSUM_PICK(mask, a, b, ...) __builtin_shuffle(a, b, (mask){__VA_ARGS__})
+#endif"""
 _MASK_BITS = """INSUM_INLINE unsigned insum_bits(long lo, long hi, int w) {
   return ((1u << least(most(hi, 0), w)) - 1) & ~((1u << least(most(lo, 0), w)) - 1);
 }"""
@@ -301,6 +307,25 @@ class Helpers:
             body = f"return lo <= 0 && hi >= {width} ? a : ({vector})((m{vector})a & {self.inside(width)}(lo, hi));"
         return self.function(f"only{width}_{tag}", vector, f"{vector} a, long lo, long hi", body)
 
+    def highest(self, dtype: str) -> str:
+        """The largest of some entries, and at least 0."""
+        arguments, body = f"const {number_of(dtype).stored} *x, long n", "r = x[i] > r ? x[i] : r; return r;"
+        return self.function(f"highest_{dtype}", "long", arguments, f"long r = 0; for (long i = 0; i < n; i++) {body}")
+
+    def finite(self) -> str:
+        """Whether no number is infinite, nor would be after some multiplications and sums."""
+        number, width = self.number, 32 // self.number.bytes
+        vector, total = self.vector(width), self.total(width)
+        body = (
+            f"{number.number} s = 0; "
+            f"\n#pragma omp parallel for num_threads(threads) if(threads > 1) reduction(+:s)\n"
+            f"for (long c = 0; c < n; c += 4096) {{ {vector} a = {{0}}; "
+            f"for (long i = c; i < n && i < c + 4096; i += {width}) "
+            f"a += {self.load(width, some=True, near=True)}(x + i, 0, n - i) * 1e8f * 0; "
+            f"s += {total}(a); }} return s == 0;"
+        )
+        return self.function(f"finite_{self.dtype}", "int", f"const {number.stored} *x, long n, long threads", body)
+
     # Arithmetic.
 
     def total(self, width: int) -> str:
@@ -315,6 +340,34 @@ class Helpers:
             f"__builtin_memcpy(&h, (const char *)&a + sizeof l, sizeof h); return {inner}(l + h);"
         )
         return self.function(f"sum{width}_{number.tag}", number.number, f"{vector} a", body)
+
+    def totals(self, count: int, width: int) -> str:
+        """The sums of the lanes of each of several vectors, a power of two up to `width`: neighbours first."""
+        self.add(_PICK)
+        number, lines = self.number, list[str]()
+
+        def halved(vector: int, a: str, b: str) -> str:
+            """The lanes of two vectors with even numbers, and those with odd ones, added up."""
+            kind, name = self.vector(vector), f"v{len(lines)}"
+            even = (
+                f"INSUM_PICK(m{kind}, {a}, {b}, {', '.join(map(str, range(odd, 2 * vector, 2)))})" for odd in (0, 1)
+            )
+            lines.append(f"{kind} {name} = {' + '.join(even)};")
+            return name
+
+        parts = [f"a{place}" for place in range(count)]
+        while len(parts) > 1:
+            parts = [halved(width, *parts[place : place + 2]) for place in range(0, len(parts), 2)]
+        (last,), left = parts, width
+        while left > count:
+            both = halved(left, last, last)
+            left //= 2
+            last = f"h{left}"
+            lines.append(f"{self.vector(left)} {last}; __builtin_memcpy(&{last}, &{both}, sizeof {last});")
+        vector = self.vector(width)
+        arguments = ", ".join([f"{number.number} *r", *(f"{vector} a{place}" for place in range(count))])
+        lines.append(f"__builtin_memcpy(r, &{last}, sizeof {last});")
+        return self.function(f"sums{count}x{width}_{number.tag}", "void", arguments, " ".join(lines))
 
     def select(self, combine: str, width: int) -> str:
         """The greater or lesser of a value and a term; what is not a number stays."""
@@ -379,6 +432,12 @@ class Helpers:
             body = f"{copy}(p, &a, sizeof a);"
             if adds:
                 body = f"{vector} r; {copy}(&r, p, sizeof r); r += a; {copy}(p, &r, sizeof r);"
+        elif near and same and not adds:
+            self.clamping()
+            body = (
+                f"lo = most(lo, 0); hi = least(hi, {width}); "
+                "if (lo < hi) __builtin_memcpy(p + lo, (const char *)&a + lo * sizeof *p, (hi - lo) * sizeof *p);"
+            )
         else:
             guard = "if (i >= lo && i < hi) " if some else ""
             body = f"for (int i = 0; i < {width}; i++) {guard}{write}"

@@ -48,14 +48,15 @@ class Range(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One vector of several in straight-line code: its lanes, and where it begins."""
+    """One vector of several in straight-line code: its lanes, where it begins, and whether lanes may pass the end."""
 
     width: int
     at: int
+    passes: bool = False
 
 
-# Steps of a loop over vectors and the vectors of one step; a step of 0 runs once.
-Pieces = Sequence[tuple[int, Sequence[Slot]]]
+# Numbers that have to be left of a loop over vectors, its step, the vectors of one step; a step of 0 runs once.
+Pieces = Sequence[tuple[int, int, Sequence[Slot]]]
 
 
 _SIGNS = {
@@ -67,7 +68,7 @@ _SIGNS = {
 class Values:
     """The names of values, by the loops around the place that is printed."""
 
-    def __init__(self, lowered: Lowered, name: str, vector_bytes: int) -> None:
+    def __init__(self, lowered: Lowered, name: str, vector_bytes: int, *, spared: bool = False) -> None:
         self.kernel, self.cells, self.structure = lowered.kernel, lowered.cells, lowered.structure
         self.name = name
         self.result = self.kernel.results[0]
@@ -76,7 +77,7 @@ class Values:
         self.dtype = self.factor_dtype()
         self.helpers = Helpers(dtype_of(self.dtype))
         self.number = self.helpers.number
-        floating = dtype_of(self.dtype).is_floating
+        self.floating = floating = dtype_of(self.dtype).is_floating
         if not floating and self.result.activation not in (None, "relu"):
             raise NotInC(f"{self.result.activation} of {self.dtype}")
         if not floating and any(factor.name not in _SIGNS for s in self.stores for factor in _applied(s.value)):
@@ -87,6 +88,7 @@ class Values:
             self.cells,
             self.width,
             self.apart,
+            4 if spared else 12 * vector_bytes // 32,
             vectors=self.mode == "add" or (floating and self.cells.once),
         )
         lanes = self.place.lanes
@@ -109,7 +111,7 @@ class Values:
         self.flags: dict[int, tuple[str, int]] = {}
         self.memo: dict[tuple[object, ...], str] = {}
         # Names of the sum of a cell and of whether it has a term, by subscripts and row.
-        self.accumulators: dict[tuple[tuple[tuple[Expr, ...], int], Slot], str] = {}
+        self.accumulators: dict[tuple[tuple[tuple[Expr, ...], int], tuple[int, int]], str] = {}
         self.seen: dict[tuple[tuple[Expr, ...], int], str] = {}
         self.rows, self.skips, self.count, self.indent = 1, False, 0, 1
         self.lines: list[str] = []
@@ -349,10 +351,15 @@ class Values:
             self.line(f"const long {names[0]} = {low}, {names[1]} = {high};")
             self.names[range_, row] = " ".join(names)
 
-    def limits(self, range_: Range, row: int, slot: Slot) -> str:
-        """Arguments that say which lanes of a vector take part."""
+    def limits(self, range_: Range | None, row: int, slot: Slot) -> str:
+        """Arguments that say which lanes of a vector take part; none if all do."""
+        if range_ is None and not slot.passes:
+            return ""
         assert self.v is not None
-        names = self.names[range_, self.row_of(row, *range_.conditions)].split()
+        assert self.place.lanes is not None
+        names = ["0L", self.text(self.place.lanes.end)]
+        if range_ is not None:
+            names = self.names[range_, self.row_of(row, *range_.conditions)].split()
         return "".join(f", {name} - (i_{self.v.name} + {slot.at})" for name in names)
 
     def prefetch(self, loop: Loop, depth: int) -> None:

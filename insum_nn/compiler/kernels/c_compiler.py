@@ -27,7 +27,7 @@ from insum_nn.compiler.kernels.ahead import processors
 from insum_nn.compiler.schedule.cache_folder import located, write
 from insum_nn.locks import new_lock
 
-__all__ = ["CFunction", "background", "find_compiler", "submit"]
+__all__ = ["CFunction", "background", "find_compiler", "submit", "vector_bytes"]
 
 # Lanes and accumulators are explicit in the text, so nothing may reorder sums. No `-ffast-math`: a library linked with
 # it makes the whole process flush denormal numbers. gcc's own vectorizers gain nothing, and take most of the time.
@@ -77,6 +77,12 @@ def _processor() -> Sequence[str]:
     except OSError:
         return [platform.machine(), platform.processor()]
     return [x for x in lines if x.startswith(("model name", "flags", "Features", "CPU part", "CPU implementer"))]
+
+
+@functools.cache
+def vector_bytes() -> int:
+    """Bytes of the processor's vectors; on most others two registers or one hold as many."""
+    return 64 if any("avx512f" in line.split() for line in _processor()) else 32
 
 
 def background() -> bool:

@@ -30,7 +30,7 @@ from insum_nn.compiler.codegen.c_prelude import PIECES
 from insum_nn.compiler.forms.tables import Unrolling, unroll
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
-from insum_nn.compiler.kernels.c_compiler import CFunction, background, submit
+from insum_nn.compiler.kernels.c_compiler import CFunction, background, submit, vector_bytes
 from insum_nn.compiler.kernels.c_structures import entries_of, order_of, sorting
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound, Extents
@@ -198,7 +198,10 @@ class CProgram:
                 [t for t, at in zip(b.layout.tensors, p.places, strict=True) if at < 0]
                 for b, p in zip(own, parts, strict=True)
             ]
-            self.kernels = [c_kernel(k, name=f"k{n}", made=made[n]) for n, k in enumerate(algorithms)]
+            width = vector_bytes()
+            self.kernels = [
+                c_kernel(k, name=f"k{n}", vector_bytes=width, made=made[n]) for n, k in enumerate(algorithms)
+            ]
             printed = _Printed(parts, own, self.kernels, self._indices, self._tensors)
             pieces = dict.fromkeys(piece for kernel in self.kernels for piece in kernel.prelude.split(PIECES))
             text = PIECES.join([*pieces, *(kernel.text for kernel in self.kernels), printed.entry])

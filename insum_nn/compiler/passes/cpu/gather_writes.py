@@ -9,6 +9,7 @@ What was scattered is then a sum in registers, whose result is written once.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from insum_nn.compiler.ir.access import affine_terms
@@ -33,7 +34,7 @@ from insum_nn.compiler.ir.nodes import (
     walk,
 )
 
-__all__ = ["coefficient", "gather_writes", "indices_in", "nested"]
+__all__ = ["coefficient", "gather_writes", "indices_in", "is_sum", "nested"]
 
 
 def indices_in(*nodes: Node) -> set[Index]:
@@ -51,7 +52,7 @@ def coefficient(subscript: Expr, index: Index) -> int | None:
     """By how much a subscript grows with an index; `None`: by what a tensor or a division says."""
     if index not in indices_in(subscript):
         return 0
-    if not _is_sum(subscript):
+    if not is_sum(subscript):
         return None
     terms, _ = affine_terms(subscript)
     if any(index in indices_in(atom) for _, atom in terms if atom is not index):
@@ -59,10 +60,10 @@ def coefficient(subscript: Expr, index: Index) -> int | None:
     return sum(factor for factor, atom in terms if atom is index)
 
 
-def _is_sum(subscript: Node) -> bool:
+def is_sum(subscript: Node) -> bool:
     """Whether indices and entries are multiplied by numbers and added up; how an entry is found does not count."""
     parts = subscript.args if isinstance(subscript, Op) else (subscript.value,) if isinstance(subscript, Cast) else ()
-    return (not isinstance(subscript, Op) or subscript.name in ("add", "mul")) and all(map(_is_sum, parts))
+    return (not isinstance(subscript, Op) or subscript.name in ("add", "mul")) and all(map(is_sum, parts))
 
 
 def nested(loops: list[Loop], stores: tuple[Store, ...], outermost: frozenset[Index] = frozenset()) -> tuple[Stmt, ...]:
@@ -92,7 +93,8 @@ def _gathered(kernel: Kernel) -> Kernel | None:
         if isinstance(written, Index | Const | Load):
             continue
         elsewhere = bounds | indices_in(*(s for other, s in enumerate(store.subscripts) if other != axis))
-        for loop in sorted(loops, key=lambda each: int(each.end.value) if isinstance(each.end, Const) else -1):
+        # The longest loop: the others are summed for each cell.
+        for loop in sorted(loops, key=lambda each: -each.end.value if isinstance(each.end, Const) else -math.inf):
             step = coefficient(written, loop.index)
             if step in (1, -1) and loop.begin is Const(0) and loop.index not in elsewhere:
                 return _moved(kernel, loops, store, axis, loop, step)

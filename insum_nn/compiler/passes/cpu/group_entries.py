@@ -16,6 +16,7 @@ from __future__ import annotations
 from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Expr, Index, Kernel, Load, Store, walk
 from insum_nn.compiler.passes.cpu.gather_writes import indices_in, nested
+from insum_nn.compiler.passes.cpu.place_lanes import extent_of
 from insum_nn.compiler.passes.own_rows import ROW, RowWalk, own_rows
 
 __all__ = ["group_entries", "plain_entry"]
@@ -50,16 +51,16 @@ def group_entries(kernel: Kernel) -> tuple[RowWalk, Load, Expr] | None:
 
 def _selected(kernel: Kernel, store: Store) -> tuple[Load, Expr] | None:
     loops = loops_of(kernel)
-    sums = {loop.index for loop in loops if loop.role == "sum"}
+    sums: dict[Expr, int | None] = {loop.index: extent_of(loop) for loop in loops if loop.role == "sum"}
     looked_up = indices_in(
         *(s for node in walk(store) if isinstance(node, Load | Store) for s in node.subscripts if isinstance(s, Load))
     )
     dense = {loop.index for loop in loops if loop.role == "free"} - looked_up
-    for factor in factors_of(store.value):
-        if not isinstance(factor, Load) or len(factor.subscripts) < 3:
-            continue
+    factors = [f for f in factors_of(store.value) if isinstance(f, Load) and len(f.subscripts) > 2]
+    for factor in sorted(factors, key=lambda each: each.subscripts[-1] in sums):
         *_, last = factor.subscripts
-        if last in sums or not sums & {*factor.subscripts} or not dense <= indices_in(factor):
+        # A matrix whose rows are summed is shared by lanes that are added up at the end: of short rows that costs more.
+        if sums.get(last) is not None or sums.keys().isdisjoint(factor.subscripts) or not dense <= indices_in(factor):
             continue
         for subscript, extent in zip(factor.subscripts, factor.buffer.shape, strict=True):
             if plain_entry(subscript) and subscript not in store.subscripts:

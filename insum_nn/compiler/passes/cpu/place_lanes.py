@@ -23,8 +23,6 @@ from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["Placement", "extent_of", "place_lanes", "steps_of"]
 
-# Accumulators that stay in registers beside what is read.
-_REGISTERS = 12
 # Vectors of one row at a time.
 _VECTORS = 4
 # Cells of different places that share a walk over terms, if all need more registers.
@@ -74,7 +72,13 @@ def steps_of(access: Load | Store, index: Index) -> list[int | None]:
 
 
 def place_lanes(
-    kernel: Kernel, cells: WrittenCells, width: int, apart: Callable[[Load | Store, Index], int], *, vectors: bool
+    kernel: Kernel,
+    cells: WrittenCells,
+    width: int,
+    apart: Callable[[Load | Store, Index], int],
+    registers: int,
+    *,
+    vectors: bool,
 ) -> Placement:
     """Place the loops of a kernel by what its accesses do along each of them.
 
@@ -83,6 +87,7 @@ def place_lanes(
         cells: what it writes.
         width: lanes of a vector.
         apart: how far apart an access's neighbours along an index are in memory: 0, 1, or 2 for anything else.
+        registers: accumulators that stay in registers beside what is read.
         vectors: the numbers have vectors.
     """
     loops, stores = loops_of(kernel), stores_of(kernel)
@@ -91,15 +96,15 @@ def place_lanes(
     batches = _batches(loops, stores, lanes)
     targets = max(len({store.subscripts for store in batch}) for batch in batches)
     # Several cells of a term share the registers.
-    most = max(1, min(_VECTORS, _REGISTERS // targets))
+    most = max(1, min(_VECTORS, registers // targets))
     each = width * min(most, -(-(extent_of(lanes) or width * most) // width)) if lanes else 1
     stream, inner = _streamed(loops, stores, lanes, each)
     if stream is not None:
         rows, count = stream, _STREAMED
     else:
-        rows, count = _rows(loops, stores, lanes, bounds, each // width if lanes else 1, targets)
+        rows, count = _rows(loops, stores, lanes, bounds, each // width if lanes else 1, targets, registers)
         if len(batches) > 1:
-            count = min(count, max(1, _REGISTERS // (targets * max(1, each // width))))
+            count = min(count, max(1, registers // (targets * max(1, each // width))))
             rows = rows if count > 1 else None
     written = indices_in(*(s for store in stores for s in store.subscripts if not isinstance(s, Index)))
     outer = [loop for loop in loops if loop.role == "free" and loop not in (lanes, rows, *inner)]
@@ -236,6 +241,7 @@ def _rows(
     bounds: set[Index],
     vectors: int,
     targets: int,
+    registers: int,
 ) -> tuple[Loop | None, int]:
     """The loop whose values share most of what is read, and how many of them to keep in registers."""
     reads = [*dict.fromkeys(n for s in stores for n in walk(s.value) if isinstance(n, Load))]
@@ -255,15 +261,18 @@ def _rows(
             if index not in inside and (along or sums & inside):
                 gain += 2.0 if along else 0.5
         gain *= 1 if extent is None or extent >= 4 else extent / 4
-        if gain > (best[0] if best else 0.0):
+        # Of two loops the inner one: the outer one may be a batch of one.
+        if gain and gain >= (best[0] if best else 0.0):
             best = gain, loop
     if best is None:
         return None, 1
     # Terms of static tables share numbers more than vectors: rows beyond the registers still took 0.4 of the time.
-    room = _REGISTERS // vectors if targets == 1 else 4 if len(stores) <= 128 else 2
+    room = registers // vectors if targets == 1 else 4 if len(stores) <= 128 else 2
     extent = extent_of(best[1])
-    # A few registers too many cost less than rows that are left over.
-    if extent is not None and room == 3 and extent % 4 == 0:
-        room = 4
     count = min(extent or room, room, 8)
+    # A few registers too many, or too few, cost less than rows that are left over.
+    if extent is not None:
+        count = next(
+            (n for n in (*range(min((registers + 4) // vectors, 8), count // 2, -1),) if extent % n == 0), count
+        )
     return (best[1], count) if count > 1 else (None, 1)

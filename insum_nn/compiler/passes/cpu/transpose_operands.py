@@ -7,7 +7,7 @@ The copy is small: the operand has no axis of the data, which all of its numbers
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.ir.graph import loops_of, stores_of
@@ -15,7 +15,7 @@ from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Loop, 
 from insum_nn.compiler.passes.cpu.gather_writes import indices_in
 from insum_nn.compiler.passes.cpu.place_lanes import extent_of
 
-__all__ = ["Transposed", "transpose_operands"]
+__all__ = ["Transposed", "swap", "transpose_operands"]
 
 # Fewest neighbours that are worth a copy.
 _LEAST = 8
@@ -63,9 +63,9 @@ def transpose_operands(kernel: Kernel, kept: Collection[str]) -> tuple[Kernel, t
         assert axis is not None
         copy = f"{buffer.name}_{axis}"
         found[buffer.name] = Transposed(copy, buffer.name, axis)
-        new = Buffer(copy, buffer.dtype, _swapped(buffer.shape, axis), buffer.facts)
+        new = Buffer(copy, buffer.dtype, swap(buffer.shape, axis), buffer.facts)
         for read in own:
-            changed[read] = Load(new, _swapped(read.subscripts, axis), read.where, read.fill)
+            changed[read] = Load(new, swap(read.subscripts, axis), read.where, read.fill)
         changed[buffer] = new
     if not found:
         return kernel, ()
@@ -74,9 +74,11 @@ def transpose_operands(kernel: Kernel, kept: Collection[str]) -> tuple[Kernel, t
     return made, tuple(found.values())
 
 
-def _swapped(parts: tuple[Expr, ...], axis: int) -> tuple[Expr, ...]:
+def swap(parts: Sequence[Expr], axis: int | None) -> tuple[Expr, ...]:
+    """What belongs to the axes of an operand, with that of an axis and of the last one in each other's place."""
     swapped = [*parts]
-    swapped[axis], swapped[-1] = swapped[-1], swapped[axis]
+    if axis is not None:
+        swapped[axis], swapped[-1] = swapped[-1], swapped[axis]
     return tuple(swapped)
 
 
