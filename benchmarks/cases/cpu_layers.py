@@ -194,7 +194,7 @@ def cpu_voxel(setting: Setting, *, layer: str, channels: int) -> Problem:
     return Problem(
         providers={
             "insum_nn": lambda: work(importlib.import_module("insum_nn.layers.spconv")),
-            "spconv": lambda: work(peers.spconv("spconv", setting.device)),
+            "spconv": lambda: work(peers.spconv_on_cpu()),
         },
         oracle=exact,
         # Gradients of weights sum forty thousand voxels.
