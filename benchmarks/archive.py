@@ -31,6 +31,7 @@ from benchmarks.records import Record
 from benchmarks.registry import is_ours, load
 
 __all__ = [
+    "CPU",
     "CURRENT",
     "DEVICE",
     "HISTORY",
@@ -51,6 +52,10 @@ RESULTS = Path(__file__).with_name("results")
 HISTORY, CURRENT = RESULTS / "history", RESULTS / "current"
 # The device whose numbers README and the plots show.
 DEVICE = "nvidia-h200"
+# The same of a CPU.
+CPU = "intel-r-xeon-r-processor-1-threads"
+# Devices whose records are kept but not shown: they were made before C functions, which are what runs on a CPU.
+RETIRED = ("amd-epyc-2-threads",)
 COMPLETE = 0.75
 STRONG = 1.25
 
@@ -197,7 +202,7 @@ def _newest(history: Path, kind: str) -> dict[tuple[str, str], list[Any]]:
 
 def _wanted(history: Path) -> Mapping[str, Sequence[Any]]:
     """The files of `current`, relative to it, and what they hold."""
-    chosen = select(candidates(sorted(history.glob("*.json"))))
+    chosen = select([c for c in candidates(sorted(history.glob("*.json"))) if c.device not in RETIRED])
     found: dict[str, Sequence[Any]] = {f"{device}/{family}.json": c.records for (device, family), c in chosen.items()}
     for kind in KINDS:
         found |= {f"{device}/{kind}/{family}.json": e for (device, family), e in _newest(history, kind).items()}

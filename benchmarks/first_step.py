@@ -5,7 +5,8 @@
 
 Each provider of a case runs in two new processes, one after the other: the first finds empty caches, the second finds
 what the first one left. Each takes three steps, of which the second and third have other batches where the case has
-several. Imports are timed apart, and so is building the model and its data, with the device's context.
+several. On a CPU library calls serve while C functions are compiled; after each step these are waited for. Imports are
+timed apart, and so is building the model and its data, with the device's context.
 
 Without names, the whole networks of `benchmarks.networks` are measured, and a layer of each family, forward and
 backward, without baselines; names are those of `benchmarks.run`, and networks may be called by their short names. Ours
@@ -80,7 +81,8 @@ class OneStep(TypedDict):
         compiled: kernels whose machine code was new on disk afterwards, whichever process compiled them.
         loaded: kernels whose machine code this process found on disk.
         compile_s: seconds that Triton compiled in this process.
-        c_compiler_s: seconds that Triton ran a C compiler for this process.
+        c_compiler_s: seconds that Triton ran a C compiler for this process; and from the end of the step until the C
+            functions that it asked for served.
         measured: how often the times of a kernel or of a program were measured.
     """
 
@@ -132,6 +134,7 @@ class _Counters:
 
     def __init__(self) -> None:
         self.loaded, self.measured, self.compile_s, self.c_compiler_s = 0, 0, 0.0, 0.0
+        self._requested: list[Any] = []
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -143,6 +146,14 @@ class _Counters:
             return device_time(*arguments, **named)
 
         self._replace(measuring, "device_time", counted)
+        functions: Any = importlib.import_module("insum_nn.compiler.kernels.c_compiler").CFunction
+        request = functions.request
+
+        def requested(function: Any) -> None:
+            request(function)
+            self._requested.append(function)
+
+        self._replace(functions, "request", requested)
         if importlib.util.find_spec("triton") is not None:
             self._listen_to_triton()
         return self
@@ -176,9 +187,16 @@ class _Counters:
         setattr(owner, name, value)
 
     def state(self) -> OneStep:
-        """What happened up to now."""
+        """What happened up to now, and until the C functions that were asked for are compiled."""
+        seconds = time.perf_counter()
+        # Waiting asks again.
+        for function in tuple(self._requested):
+            function.wait()
+        if self._requested:
+            self.c_compiler_s += time.perf_counter() - seconds
+            self._requested.clear()
         return OneStep(
-            seconds=time.perf_counter(),
+            seconds=seconds,
             compiled=_machine_codes(),
             loaded=self.loaded,
             compile_s=self.compile_s,
@@ -188,8 +206,8 @@ class _Counters:
 
 
 def _machine_codes() -> int:
-    folder = os.environ.get("TRITON_CACHE_DIR")
-    return 0 if folder is None else sum(1 for end in ("cubin", "hsaco") for _ in Path(folder).glob(f"*/*.{end}"))
+    patterns = [("TRITON_CACHE_DIR", "*/*.cubin"), ("TRITON_CACHE_DIR", "*/*.hsaco"), ("INSUM_NN_CACHE_DIR", "c/*.so")]
+    return sum(1 for name, files in patterns if name in os.environ for _ in Path(os.environ[name]).glob(files))
 
 
 def take(

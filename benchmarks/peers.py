@@ -23,6 +23,7 @@ __all__ = [
     "oeq",
     "oeq_problem",
     "spconv",
+    "spconv_on_cpu",
     "warpconvnet",
 ]
 
@@ -222,4 +223,15 @@ def spconv(name: str, device: torch.device, *, tf32: bool = False) -> Any:
     module: Any = importlib.import_module(f"{name}.pytorch")
     constants: Any = importlib.import_module(f"{name}.constants")
     constants.SPCONV_ALLOW_TF32 = tf32
+    return module
+
+
+def spconv_on_cpu() -> Any:
+    """Import spconv's wheel for CPUs (`tests/peers/spconv/requirements.txt`)."""
+    if torch.get_num_threads() > 1:
+        raise Unavailable("on a CPU its threads add to the same rows without atomics")
+    module: Any = importlib.import_module("spconv.pytorch")
+    # Its backward asks for the current CUDA stream there too.
+    for part in ("ops", "functional"):
+        vars(getattr(module, part))["get_current_stream"] = lambda: 0
     return module

@@ -117,6 +117,14 @@ FAMILY_NAMES = {
     "block_spmm": "block-sparse x dense matrix",
     "chain": "sparse x dense x dense matrix",
     "cpu_block_linear": "block-sparse linear layer",
+    "cpu_fctp": "fully connected tensor product",
+    "cpu_gcn_layer": "graph convolution",
+    "cpu_graph_layer": "graph layers",
+    "cpu_pruned_conv2d": "pruned convolution",
+    "cpu_tp_conv": "tensor product along edges",
+    "cpu_uvu": "tensor product, weights by sample",
+    "cpu_voxel": "voxel convolutions and pools",
+    "cpu_weights": "weights by species; maxima",
     "cpu_block_spmm": "block-sparse x dense matrix",
     "cpu_sddmm": "product at sparse places",
     "cpu_spmm": "sparse x dense matrix",
@@ -267,7 +275,7 @@ def _lines(device: str, family: str, pattern: str, modes: Sequence[str], axis: s
 
 
 SHOWN = ("insum_nn", "torch_csr", "torch_dense", "torch_bsr", "spconv", "spconv_triton", "warpconvnet", "oeq")
-GPU, CPU = archive.DEVICE, "amd-epyc-2-threads"
+GPU, CPU = archive.DEVICE, archive.CPU
 FIRST_STEPS = "first steps"
 HALF = "dtype=float16"
 GRAPHS, PRODUCTS = ("gcn_layer", "gcn", "gcn_step", "spmm"), ("tp_conv", "tp_conv_double", "fctp")

@@ -2,7 +2,7 @@
 
 Without files, those of `benchmarks/results/current/`. Each device has tables of its own, one a family. Times are
 medians in microseconds. A cell says `absent`, `error`, `wrong` or `not run` where there is no time, and the reasons are
-listed below the tables; `wrong` is a result outside the tolerance. The last column holds the targets.
+listed below the tables; `wrong` is a result outside the tolerance.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import archive, records, targets
+from benchmarks import archive, records
 from benchmarks.records import Record
 from benchmarks.registry import is_ours
-from benchmarks.widths import width_table
 
 __all__ = ["Row", "baseline_name", "main", "read", "rows", "table"]
 
-FIRST_CALL_S = 15.0
 # Suffix of a device whose host process was pinned to one core.
 ONE_CORE = ", host on one core"
 BASELINES = {
@@ -31,11 +29,15 @@ BASELINES = {
     "pyg": "PyTorch Geometric",
     "spconv": "spconv",
     "spconv_triton": "spconv-triton",
+    "torch": "torch by hand",
     "torch_bmm": "gathered blocks, `torch.bmm`",
     "torch_bsr": "torch BSR",
     "torch_bsr_linear": "torch BSR",
     "torch_csr": "torch CSR",
     "torch_dense": "dense product",
+    "torch_gather": "gathered rows",
+    "torch_index_add": "gathered rows, `index_add`",
+    "torch_sampled_addmm": "torch `sampled_addmm`",
     "warpconvnet": "WarpConvNet",
 }
 
@@ -119,7 +121,7 @@ def _family_table(found: Sequence[Row]) -> list[str]:
     """The rows of one family on one device."""
     baselines = list(dict.fromkeys(name for row in found for name in row.group if not is_ours(name)))
     head = ["case", "mode", "ours", "us (error)", *baselines, "best baseline / ours"]
-    more: list[tuple[str, Callable[[Row], str]]] = [("peak MiB, ours / least", _peak), ("targets", _targets)]
+    more: list[tuple[str, Callable[[Row], str]]] = [("peak MiB, ours / least", _peak)]
     if any(r["replay"] is not None for row in found for r in row.group.values()):
         more.insert(0, ("CUDA graph: ours, best baseline, ratio", lambda row: _replays(row.group)))
     if any(r["busy"] is not None for row in found for r in row.group.values()):
@@ -142,11 +144,6 @@ def _family_table(found: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _targets(row: Row) -> str:
-    verdicts = targets.judge(row.case, row.mode, row.group)
-    return "; ".join(f"{'met' if v.met else '**unmet**'} {v.target}: {v.measured}" for v in verdicts)
-
-
 def _busy(row: Row) -> str:
     chosen = [row.group[who[0]]["busy"] if who else None for who in (row.ours, row.baseline)]
     return ", ".join("none" if b is None else f"{b['ms'] * 1e3:.1f} in {b['launches']}" for b in chosen)
@@ -167,29 +164,8 @@ def _peak(row: Row) -> str:
     return "" if mine is None or not other else f"{mine / 2**20:.1f} / {min(other) / 2**20:.1f}"
 
 
-def _summary(found: Sequence[Row]) -> list[str]:
-    """Targets over many cases, first calls, and how many targets were met."""
-    verdicts = [v for row in found for v in targets.judge(row.case, row.mode, row.group)]
-    over = targets.judge_means({(row.case, row.mode): row.group for row in found})
-    lines = [f"- {'met' if v.met else '**unmet**'} {v.target}: {v.measured}" for v in over]
-    first = [
-        (r["compile_s"], f"{row.case} {row.mode} {name}")
-        for row in found
-        for name, r in row.group.items()
-        if is_ours(name) and r["compile_s"] is not None
-    ]
-    if first:
-        slow, where = max(first)
-        word = "met" if slow <= FIRST_CALL_S else "**unmet**"
-        lines.append(f"- {word} first call <= {FIRST_CALL_S:g} s: {slow:.1f} s ({where})")
-    both = [*verdicts, *over]
-    if both:
-        lines.append(f"- {sum(v.met for v in both)} of {len(both)} targets met")
-    return lines
-
-
 def table(entries: Sequence[Record]) -> str:
-    """Format Markdown: for each device a table for each family and its targets; machines, commits, missing times."""
+    """Format Markdown: for each device a table for each family; machines, commits, missing times."""
     found = rows(entries)
     lines: list[str] = []
     for gpu in dict.fromkeys(row.gpu for row in found):
@@ -197,10 +173,6 @@ def table(entries: Sequence[Record]) -> str:
         for family in dict.fromkeys(row.family for row in here):
             mine = [row for row in here if row.family == family]
             lines += [f"## {gpu}: {family}", "", *_family_table(mine), ""]
-            widths = width_table({row.case: row.group for row in mine if row.mode == "fwd"})
-            lines += ["### Reduction widths", "", *widths, ""] if widths else []
-        summary = _summary(here)
-        lines += [f"## {gpu}: targets", "", *summary, ""] if summary else []
     machines = sorted({f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}, driver {r['driver']}" for r in entries})
     lines += [*(f"measured on {machine}" for machine in machines)]
     commits = sorted({f"{r['commit']}{' with changes' if r['dirty'] else ''}" for r in entries})
@@ -219,18 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help="default: benchmarks/results/current/")
-    parser.add_argument("--unmet", action="store_true", help="only the targets that are not met, the slowest first")
     options = parser.parse_args(arguments)
     entries = read(options.files or archive.current_files())
-    if options.unmet:
-        unmet = [
-            (row.ratio or 0.0, f"{row.case} {row.mode}: {v.target}, measured {v.measured}")
-            for row in rows(entries)
-            for v in targets.judge(row.case, row.mode, row.group)
-            if not v.met
-        ]
-        print("\n".join(line for _, line in sorted(unmet)))
-        return 0
     print(table(entries))
     return 0
 

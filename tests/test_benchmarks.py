@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import gzip
 import importlib
@@ -34,8 +33,6 @@ from benchmarks import (
     sentences,
     supervise,
     tables,
-    target_table,
-    targets,
 )
 from benchmarks.registry import Case, Floor, Problem, Registry, Setting, Unavailable, Work
 from tests.source_tree import ROOT, sources
@@ -549,58 +546,13 @@ def test_the_host_clock_and_recording():
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-# Targets --------------------------------------------------------------------------------------------------------------
+# Tables ---------------------------------------------------------------------------------------------------------------
 
 
 def measured(case: str, provider: str, us: float, *, mode: str = "fwd", gpu: str = "NVIDIA H200", **more):
     machine = records.Machine(gpu=gpu, driver=None, cores=None, torch="2", triton="3", commit=None, dirty=None)
     ms = {"p20": us / 1e3, "p50": us / 1e3, "p80": us / 1e3}
     return records.record(machine, case, provider, mode, "passed", ms=ms, max_rel_err=0.0, **more)
-
-
-def verdicts(*entries) -> list[tuple[bool, str]]:
-    found = report.rows(entries)
-    return [(v.met, v.target) for row in found for v in targets.judge(row.case, row.mode, row.group)]
-
-
-def test_targets():
-    block = "block_spmm/block=32/sparsity=0.95/dtype=float16"
-    peers = (measured(block, "torch_dense", 164.0), measured(block, "torch_bsr", 221.0))
-    assert verdicts(measured(block, "insum_nn", 39.0), *peers) == [(True, ">= 1x torch_dense"), (True, "<= 40 us")]
-    assert [met for met, _ in verdicts(measured(block, "insum_nn", 170.0), *peers)] == [False, False]
-    assert verdicts(measured(block, "insum_nn", 39.0, gpu="a CPU")) == [], "targets are for one device"
-    assert verdicts(*peers) == [], "nothing of ours to judge"
-    # Our fastest provider counts; a baseline other than OpenEquivariance does not.
-    conv = "tp_conv/shape=nequip/dtype=float32"
-    entries = (measured(conv, "insum_nn", 300.0), measured(conv, "insum_nn/deterministic", 190.0))
-    assert verdicts(*entries, measured(conv, "oeq", 595.0), measured(conv, "e3nn", 200.0)) == [(True, ">= 3x oeq")]
-    step = "gcn_step/graph=cora/input=cached"
-    entries = (measured(step, "insum_nn", 700.0, peak_bytes=3 << 20), measured(step, "pyg", 1392.0, peak_bytes=2 << 20))
-    assert [met for met, _ in verdicts(*entries)] == [False, False]
-
-
-def test_gather_floor_and_means():
-    case = "spmm/graph=ppi/n=128/dtype=float32"
-    floor = Floor(bytes=1, gathered=820_132 * 512, row=512, table=56_944 * 512)
-    ours = measured(case, "insum_nn", 74.0, floor=floor)
-    assert targets.gather_us(ours) == pytest.approx(46.7, abs=0.1)
-    far = measured(case, "insum_nn", 74.0, floor=Floor(gathered=1_850_000 * 512, row=512, table=335_000 * 512))
-    assert targets.gather_us(far) == pytest.approx(189, abs=5)
-    entries = [ours, measured(case, "torch_csr", 98.0)]
-    assert verdicts(*entries) == [(True, ">= 1x torch_csr"), (False, "<= 1.5x gather floor 46.7 us")]
-    (mean,) = targets.judge_means({(r.case, r.mode): r.group for r in report.rows(entries)})
-    assert (mean.met, mean.measured) == (False, "1.32x over 1 cases")
-    text = report.table(entries)
-    assert "**unmet** <= 1.5x gather floor 46.7 us: 1.59x" in text
-    assert "1 of 3 targets met" in text
-
-
-def test_every_target_is_of_a_case():
-    names = [case.name for case in CASES]
-    assert [m.cases for m in targets.TARGETS if not fnmatch.filter(names, m.cases)] == []
-    assert [m.cases for m in targets.MEANS if not any(re.fullmatch(m.cases, name) for name in names)] == []
-    modes = {case.family: set(tiny(case.name).modes) for case in families()}
-    assert [m.cases for m in targets.TARGETS if not set(m.modes) <= modes[m.cases.partition("/")[0]]] == []
 
 
 # Inputs ---------------------------------------------------------------------------------------------------------------
@@ -827,7 +779,7 @@ def test_save_writes_to_the_history_and_updates_current(
 
 def test_tables_and_plots_are_up_to_date(capsys: pytest.CaptureFixture[str]):
     assert tables.main(["--check"]) == 0, capsys.readouterr().out
-    assert {page.name for page in tables.pages()} >= {"README.md", "measurements.md", "performance.md", "targets.md"}
+    assert {page.name for page in tables.pages()} >= {"README.md", "measurements.md", "performance.md"}
     for name in plot.FIGURES:
         assert (plot.PLOTS / name).stat().st_size < 100_000, name
 
@@ -906,21 +858,6 @@ def test_files_of_other_machines_are_taken_into_the_history(tmp_path: Path):
         assert json.loads(path.read_text(encoding="utf-8")) == found
 
 
-def test_cuda_graphs_are_judged_by_their_steps_alone():
-    """Their memory is taken, and their first step compiles, before what is measured."""
-    step, mib = "network/network=gcn_14k/what=step", 1 << 20
-    entries = [
-        measured(step, "insum_nn", 3_000.0, compile_s=1.0, peak_bytes=20 * mib),
-        measured(step, "insum_nn/cuda_graphs", 1_000.0, compile_s=12.0, peak_bytes=-mib),
-        measured(step, "pyg", 6_000.0, compile_s=0.1, peak_bytes=30 * mib),
-        measured(step, "pyg/cuda_graphs", 4_000.0, compile_s=8.0, peak_bytes=-2 * mib),
-    ]
-    (row,) = report.rows(entries)
-    found = {v.target: v.measured for v in targets.judge(row.case, row.mode, row.group)}
-    assert found["peak <= 30.0 MiB"] == "20.0 MiB"
-    assert found["first step <= 2 s"] == "1.0 s"
-
-
 def test_losses_are_counted_for_each_family():
     times = {"spmm/n=32": (20.0, 10.0), "spmm/n=64": (10.1, 10.0), "gcn/input=csr": (5.0, 10.0)}
     entries = [
@@ -938,19 +875,6 @@ def test_losses_are_counted_for_each_family():
 )
 def test_durations(ms: float, text: str):
     assert tables.duration(ms) == text
-
-
-def test_every_target_has_a_state():
-    found = target_table.states()
-    cases = sorted(CASES, key=lambda case: case.family)
-    pairs = [(case.name, mode, t) for case in cases for t in targets.TARGETS for mode in t.modes]
-    pairs = [(name, mode, t) for name, mode, t in pairs if t.covers(name, mode)]
-    assert [(s.case, s.mode, s.target) for s in found] == pairs
-    assert sum(s.verdict is not None for s in found) > 300
-    text = target_table.target_table()
-    assert all(f"`{s.case}`" in text or f"`{s.case.partition('/')[2]}`" in text for s in found)
-    for state in found:
-        assert (state.verdict is None) == (state.date == "")
 
 
 def test_sentences_hold_the_numbers_of_the_records():

@@ -144,9 +144,11 @@ def _block_linear(setting: Setting, block: int, density: float, dtype: torch.dty
     pattern=("MCRS", "MC"),
     density=(0.01, 0.05, 0.2),
 )
-def pruned_conv2d(setting: Setting, *, channels: int, pattern: str, density: float) -> Problem:
-    """A 3 x 3 convolution whose filters are pruned, on two images of 28 x 28 or 14 x 14."""
-    side, images = (6, 2) if setting.tiny else (28 if channels <= 64 else 14, 2)
+def pruned_conv2d(
+    setting: Setting, *, channels: int, pattern: str, density: float, side: int = 0, images: int = 2
+) -> Problem:
+    """A 3 x 3 convolution whose filters are pruned, by default on two images of 28 x 28 or 14 x 14."""
+    side = 6 if setting.tiny else side or (28 if channels <= 64 else 14)
     channels = 8 if setting.tiny else channels
     generator = setting.generator()
     weight = torch.randn(channels, channels, 3, 3, generator=generator, device=setting.device)

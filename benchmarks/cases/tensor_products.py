@@ -25,8 +25,10 @@ TESTS = ("tests/layers/equivariant/test_tensor_product.py",)
 # name -> nodes' irreps, edges' irreps, kept irreps, nodes, edges; and the channels of a test.
 SHAPES = {
     "mace-large": ("128x0e+128x1o+128x2e", "1x0e+1x1o+1x2e+1x3o", "0e+1o+2e+3o", 1_000, 158_000),
+    "small": ("32x0e+32x1o+32x2e", "1x0e+1x1o+1x2e", "0e+1o+2e", 500, 10_000),
     "nequip": ("64x0e+64x1o+64x2e", "1x0e+1x1o+1x2e", "0e+1o+2e", 5_184, 160_000),
 }
+OF_GPUS = ("mace-large", "nequip")
 PIECES = 16
 # Relative to the largest element; gradients of edge features sum a thousand terms.
 TOLERANCE = {"float32": 2e-5, "float64": 1e-11, "tf32": 3e-3}
@@ -57,13 +59,19 @@ def _symmetric_graph(setting: Setting, nodes: int, edges: int) -> _Graph:
 
 
 class _Conv(NamedTuple):
-    """A convolution's problem: graph, operands, and the tensor product of e3nn that it is of."""
+    """A convolution's problem: graph, operands, e3nn's tensor product; `fresh`: each call has edges of its own."""
 
     graph: _Graph
     nodes: int
     operands: tuple[Tensor, Tensor, Tensor]
     product: Callable[[], Any]
     shape: irreps.Channelwise
+    fresh: bool = False
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Receivers and senders of a call."""
+        found = self.graph.receivers, self.graph.senders
+        return (found[0].clone(), found[1].clone()) if self.fresh else found
 
     def leaves(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return tuple(t.to(dtype, copy=True).requires_grad_() for t in self.operands)
@@ -83,7 +91,7 @@ class _Conv(NamedTuple):
 def _conv(setting: Setting, name: str, dtype: str) -> _Conv:
     in1, in2, kept, nodes, edges = SHAPES[name]
     if setting.tiny:
-        in1, nodes, edges = in1.replace("128x", "4x").replace("64x", "4x"), 7, 30
+        in1, nodes, edges = in1.replace("128x", "4x").replace("64x", "4x").replace("32x", "4x"), 7, 30
     shape = irreps.channelwise(in1, in2, kept)
     graph = _symmetric_graph(setting, nodes, edges)
     edges = graph.receivers.numel()
@@ -116,7 +124,7 @@ def _conv_providers(setting: Setting, problem: _Conv, dtype: str, finish: Finish
             *problem.shape[:4], deterministic=deterministic
         )
         layer = layer.to(setting.device, kind)
-        return finish(lambda x, y, w: layer(x, y, w, graph.receivers, graph.senders), problem.leaves(kind))
+        return finish(lambda x, y, w: layer(x, y, w, *problem.ends()), problem.leaves(kind))
 
     def openequivariance(deterministic: bool) -> Work:
         module = peers.oeq(setting.device)
@@ -229,10 +237,10 @@ def _once(call: Call, leaves: tuple[Tensor, ...], out: Tensor | None = None) -> 
     return Work(lambda: call(x, y, w), leaves)
 
 
-@case("tp_conv", tests=CONV_TESTS, shape=tuple(SHAPES), dtype=("float32", "float64"))
-def tp_conv(setting: Setting, *, shape: str, dtype: str) -> Problem:
+@case("tp_conv", tests=CONV_TESTS, shape=OF_GPUS, dtype=("float32", "float64"))
+def tp_conv(setting: Setting, *, shape: str, dtype: str, edges: str = "kept") -> Problem:
     """A uvu convolution, weights on the edges: forward, and forward with the gradients of all three operands."""
-    problem = _conv(setting, shape, dtype)
+    problem = _conv(setting, shape, dtype)._replace(fresh=edges == "new")
 
     return Problem(
         providers=_conv_providers(setting, problem, dtype, _once),
@@ -259,7 +267,7 @@ def _twice(upstream: Tensor) -> Finish:
     return finish
 
 
-@case("tp_conv_double", tests=CONV_TESTS, shape=tuple(SHAPES), dtype=("float32", "float64"))
+@case("tp_conv_double", tests=CONV_TESTS, shape=OF_GPUS, dtype=("float32", "float64"))
 def tp_conv_double(setting: Setting, *, shape: str, dtype: str) -> Problem:
     """The same, differentiated twice, as training on forces does.
 
@@ -289,15 +297,15 @@ def tp_conv_double(setting: Setting, *, shape: str, dtype: str) -> Problem:
     dtype=("float32", "tf32"),
     quick={"degree": (1, 2), "channels": (32, 64)},
 )
-def fctp(setting: Setting, *, degree: int, channels: int, weights: str, dtype: str) -> Problem:
-    """A fully connected product with spherical harmonics, 10,000 samples (fewer where their weights exceed 4 GiB).
+def fctp(setting: Setting, *, degree: int, channels: int, weights: str, dtype: str, samples: int = 10_000) -> Problem:
+    """A fully connected product with spherical harmonics (fewer samples where their weights exceed 4 GiB).
 
     `tf32` lets float32 products round their factors; peers that have no such switch run as they are.
     """
     shared, precision = weights == "shared", "high" if dtype == "tf32" else "highest"
     in1, in2 = irreps.fully_connected(degree, 3 if setting.tiny else channels)
     o3, generator, device = irreps.o3(), setting.generator(), setting.device
-    batch = 9 if setting.tiny else 10_000
+    batch = 9 if setting.tiny else samples
 
     def product() -> Any:
         return o3.FullyConnectedTensorProduct(in1, in2, in1, shared_weights=shared, internal_weights=False)

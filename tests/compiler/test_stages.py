@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from insum_nn.compiler.lang.parser import parse
-from tests.compiler.stages import BEGIN, COMMAND, DOCUMENT, END, pretty, stages, with_stages
+from tests.compiler.stages import BEGIN, COMMAND, DOCUMENT, END, stages, with_stages
 
 
 def test_the_stages_of_the_document_are_those_of_the_compiler():
@@ -23,16 +22,3 @@ def test_every_stage_has_a_text():
     titles, texts = zip(*stages(), strict=True)
     assert len(set(titles)) == len(titles)
     assert all(text.strip() == text != "" for text in texts)
-
-
-def test_nodes_are_shown_as_they_are_built():
-    short = "Statement(Access('y', (Subscript((Term(2, Index('i')),), 1),)), '+=', (Number(3), Access('x', ())))"
-    assert pretty(parse("y[2*i+1] += 3 * x")) == short
-    long = pretty(parse("y[2*i+1] += 3 * x * a_name_that_is_long[i]"))
-    assert long.split("\n") == [
-        "Statement(",
-        "    Access('y', (Subscript((Term(2, Index('i')),), 1),)),",
-        "    '+=',",
-        "    (Number(3), Access('x', ()), Access('a_name_that_is_long', (Subscript((Term(1, Index('i')),), 0),))),",
-        ")",
-    ]
