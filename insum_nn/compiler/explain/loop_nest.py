@@ -13,7 +13,6 @@ from insum_nn.facts import UNKNOWN, IndexFacts
 
 __all__ = [
     "ExtentSource",
-    "clip",
     "epilogue_line",
     "extent_sources",
     "initial_line",
@@ -134,30 +133,13 @@ def epilogue_line(statement: Statement, epilogue: Epilogue) -> str:
     return f"{name} = {done}" + (f".to({epilogue.dtype})" if epilogue.dtype else "")
 
 
-def loop_lines(statement: Statement, rows: Sequence[ExtentSource], *, merge: bool = False, width: int = 0) -> list[str]:
-    """Return one line per loop, written indices outside, then the statement.
-
-    Args:
-        statement: a checked statement.
-        rows: extents of the indices.
-        merge: put neighbouring loops of one role into one line.
-        width: cut each loop to so many characters; 0 for no limit.
-    """
+def loop_lines(statement: Statement, rows: Sequence[ExtentSource]) -> list[str]:
+    """Return one line per loop, written indices outside, then the statement; `rows` has the extents of the indices."""
     ranges = {row.name: f"range({row.code if row.extent is None else row.extent})" for row in rows}
-    groups: list[tuple[str, list[str]]] = []
-    for name, role in _roles(statement).items():
-        if merge and groups and groups[-1][0] == role:
-            groups[-1][1].append(name)
-        else:
-            groups.append((role, [name]))
-    loops: list[str] = []
-    for depth, (_, names) in enumerate(groups):
-        over = ", ".join(ranges[name] for name in names)
-        over = over if len(names) == 1 else f"product({over})"
-        line = f"{'    ' * depth}for {', '.join(names)} in {over}:"
-        loops.append(clip(line, width) if width else line)
+    roles = _roles(statement)
+    loops = [f"{'    ' * depth}for {name} in {ranges[name]}:" for depth, name in enumerate(roles)]
     longest = max(map(len, loops), default=0)
-    lines = [f"{line:<{longest}}  # {comment}" for line, (comment, _) in zip(loops, groups, strict=True)]
+    lines = [f"{line:<{longest}}  # {role}" for line, role in zip(loops, roles.values(), strict=True)]
     return [*lines, f"{'    ' * len(loops)}{statement}"]
 
 
@@ -207,12 +189,3 @@ def _may_leave(access: Access, sizes: Mapping[str, int], shape: Sequence[int] | 
         if low < 0 or (shape is not None and high >= shape[axis]):
             return True
     return False
-
-
-def clip(line: str, width: int) -> str:
-    """Cut a line to `width` characters.
-
-    >>> clip("for i in range(1000):", 12)
-    'for i in ...'
-    """
-    return line if len(line) <= width else f"{line[: width - 3]}..."

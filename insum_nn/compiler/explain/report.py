@@ -15,7 +15,6 @@ from torch import Tensor
 from insum_nn.compiler.explain.library import torch_code
 from insum_nn.compiler.explain.loop_nest import (
     ExtentSource,
-    clip,
     epilogue_line,
     extent_sources,
     initial_line,
@@ -34,11 +33,6 @@ from insum_nn.compiler.runtime.execution import Executable
 from insum_nn.facts import IndexFacts
 
 __all__ = ["Decision", "Explanation", "ExtentSource", "TensorRow", "explain_program"]
-
-# Lines and columns of `short()`.
-_SHORT_LOOPS = 6
-_SHORT_DECISIONS = 5
-_SHORT_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,7 @@ class TensorRow:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """How a statement is computed: `str()` is the whole text, `short()` a summary.
+    """How a statement is computed: `str()` is the text.
 
     Attributes:
         statement: the statement.
@@ -138,24 +132,7 @@ class Explanation:
     def __str__(self) -> str:
         return "\n\n".join(section(title, body) for title, body in self.sections())
 
-    def short(self) -> str:
-        """Return about 15 lines: statement, loop nest, backend and reason, decisions."""
-        merge = len(self.statement.indices()) > _SHORT_LOOPS
-        loops = loop_lines(self.statement, self.extents, merge=merge, width=_SHORT_WIDTH - 30)
-        first = self.loop_nest.split("\n", 1)[0]
-        lines = [str(self.statement), *(f"  {line}" for line in (first, *loops))]
-        lines.append(f"{self.backend or 'no program'}: {self.reason}")
-        decisions = self.decisions[1:]
-        shown = decisions if len(decisions) <= _SHORT_DECISIONS else decisions[: _SHORT_DECISIONS - 1]
-        lines += [f"- {decision}" for decision in shown]
-        if len(decisions) > len(shown):
-            lines.append(f"- and {len(decisions) - len(shown)} more")
-        if self.call_seconds is not None:
-            lines.append(f"one call takes {_seconds(self.call_seconds)}")
-        return "\n".join(clip(line, _SHORT_WIDTH) for line in lines)
-
-    def __repr__(self) -> str:
-        return self.short()
+    __repr__ = __str__
 
     def sections(self) -> list[tuple[str, str]]:
         """Return titles and texts, in order."""

@@ -370,7 +370,7 @@ class Program:
             **named: tensors to explain the call with; without any, only what the text alone says is shown.
 
         Returns:
-            An `Explanation`: `str()` is the text, `.short()` a summary.
+            An `Explanation`, whose `str()` is the text.
         """
         named = {**(tensors or {}), **named}
         merged = {**self._sizes, **(sizes or {})}
