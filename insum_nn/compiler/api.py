@@ -14,7 +14,6 @@ from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.explain.sections import table
 from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.kernels.row_partition import keep_bitmasks, keep_lengths
-from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
@@ -35,7 +34,6 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
     takes_columns,
 )
 from insum_nn.compiler.runtime.modes import (
-    autocast_dtype,
     graph_constant,
     is_plain_eager,
     is_traced,
@@ -49,17 +47,16 @@ from insum_nn.compiler.runtime.modes import (
 )
 from insum_nn.compiler.runtime.multilinear import (
     BoundSums,
-    JointSums,
     joint_gradients,
     multilinear,
     multilinear_jointly,
     multilinear_traced,
 )
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
-from insum_nn.compiler.runtime.program import Program, ProgramSum, Shape
+from insum_nn.compiler.runtime.program import Program, Shape
 from insum_nn.compiler.runtime.several_statements import StatementsProgram, run_statements
 from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_gradients
-from insum_nn.compiler.runtime.steps.watch import StatementCall, statement_calls
+from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
@@ -72,13 +69,9 @@ __all__ = [
     "MOST_TERMS",
     "BoundSums",
     "Explanation",
-    "JointSums",
     "Program",
-    "ProgramSum",
-    "StatementCall",
     "StatementsProgram",
     "adds_atomically",
-    "autocast_dtype",
     "built_program",
     "by_table",
     "call_step",
@@ -113,7 +106,6 @@ __all__ = [
     "records_graph",
     "run_statements",
     "statement_calls",
-    "stats_of",
     "table",
     "takes_columns",
     "to_autocast",

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from insum_nn.compiler.api import compile
 from insum_nn.compiler.explain.report import Explanation
@@ -28,6 +27,7 @@ from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.runtime.execution import Executable, clear_cache, in_names_of
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
+from tests.compiler.fused_cases import under_schedule
 from tests.compiler.interpreted import interpreter  # noqa: F401
 from tests.golden_fixture import Golden
 
@@ -259,7 +259,8 @@ def test_tensors_with_their_facts():
     assert list(rows) == ["Row", "Val", "B", "Col", "C"]
     assert (rows["Col"].kind, rows["Col"].shape, rows["Col"].dtype) == ("index", (3, 2), torch.int64)
     assert (rows["C"].kind, rows["Val"].kind, rows["Val"].facts) == ("initial value", "factor", None)
-    assert {name: facts.masked for name, facts in block_spmm().facts.items()} == {"Row": False, "Col": True}
+    known = {row.name: row.facts.masked for row in block_spmm().tensors if row.facts is not None}
+    assert known == {"Row": False, "Col": True}
 
 
 def test_a_measured_call_shows_its_time():
@@ -321,28 +322,11 @@ def test_no_library_graph_is_made_for_a_generated_kernel(monkeypatch: pytest.Mon
     program(tensors=tensors, out_shape=(4, None))
     explanation = program.explain(tensors=tensors, out_shape=(4, None))
     assert explanation.backend == "triton"
-    assert explanation.torch_code is None
+    assert "launch" in (explanation.torch_code or "")
     source = explanation.kernel_source()
     assert source is not None
     assert "@triton.jit" in source
     assert "index_put" not in str(explanation)
-
-
-# What a step says -> the operator of torch that runs.
-OPERATORS = {"zeros for": "zeros", "sum the": "sum", "relu": "relu", "cast": "_to_copy", "mm(": "mm"}
-OPERATORS |= {"of the initial value": "relu", "initial value to": "_to_copy", "copy these rows": "index_copy_"}
-
-
-class Recorder(TorchDispatchMode):
-    """Collects the operators of torch that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
@@ -355,52 +339,27 @@ def sparse(rows: int = 3, entries: int = 8, **dense: tuple[int, ...]) -> dict[st
     return {"Row": index, "Col": index, "Val": torch.ones(entries)} | {n: torch.ones(s) for n, s in dense.items()}
 
 
-# name -> statement, tensors, what becomes of the sum, schedule, and the beginning of each step.
-LAUNCHES: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, Any], Schedule | None, list[str]]] = {
-    "rows": (SPMM, sparse(B=(3, 5)), {}, None, ["kernel on 1 program: "]),
-    "activation in the kernel": (SPMM, sparse(B=(3, 5)), {"activation": "relu"}, None, ["kernel on 1 program: "]),
-    "divided rows": (
-        SPMM,
-        sparse(1, 3000, B=(3, 5)),
-        {},
-        None,
-        ["kernel on ", "kernel that sums the 47 parts of 1 row in order"],
-    ),
-    "divided rows, with an epilogue": (
-        SPMM,
-        sparse(1, 3000, B=(3, 5), C=(3, 5)),
-        {"activation": "relu"},
-        None,
-        ["kernel on ", "kernel that sums ", "torch: add the initial value, relu, and copy these rows to the output"],
-    ),
+# name -> statement, tensors, what becomes of the sum, schedule, and how many kernels run.
+LAUNCHES: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, Any], Schedule | None, int]] = {
+    "rows": (SPMM, sparse(B=(3, 5)), {}, None, 1),
+    "activation in the kernel": (SPMM, sparse(B=(3, 5)), {"activation": "relu"}, None, 1),
+    "divided rows": (SPMM, sparse(1, 3000, B=(3, 5)), {}, None, 2),
+    "divided rows, with an epilogue": (SPMM, sparse(1, 3000, B=(3, 5), C=(3, 5)), {"activation": "relu"}, None, 2),
     "parts of one sum": (
         GRADIENT,
         {"X": torch.ones(64, 32, dtype=torch.float16), "Y": torch.ones(64, 16, dtype=torch.float16)},
         {},
         Schedule(m=16, n=16, k=16, dot=True, splits=2),
-        ["kernel on ", "torch: sum the 2 parts", "torch: cast to float16"],
+        1,
     ),
-    "cells in no order": (
-        "C[Row[p],Col[p]] += Val[p]",
-        {n: t.half() if n == "Val" else t for n, t in sparse().items()},
-        {"activation": "relu"},
-        None,
-        ["torch: zeros for C, in float32", "kernel on ", "torch: relu", "torch: cast to float16"],
-    ),
-    "cells in no order, with an initial value": (
-        "C[Row[p],Col[p]] += Val[p]",
-        sparse(C=(3, 3)),
-        {},
-        None,
-        ["torch: copy the initial value to C, in float32", "kernel on "],
-    ),
+    "cells in no order": ("C[Row[p],Col[p]] += Val[p]", sparse(C=(3, 3)), {}, None, 1),
 }
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_steps_are_the_launches_of_a_call(name: str, monkeypatch: pytest.MonkeyPatch):
-    statement, tensors, how, schedule, expected = LAUNCHES[name]
+def test_the_kernels_that_are_shown_are_those_that_run(name: str, monkeypatch: pytest.MonkeyPatch):
+    statement, tensors, how, schedule, count = LAUNCHES[name]
     texts: dict[object, str] = {}
     make = launch._Interpret.__init__
 
@@ -419,19 +378,18 @@ def test_steps_are_the_launches_of_a_call(name: str, monkeypatch: pytest.MonkeyP
     run = in_names_of(found, bound).run
     assert isinstance(run, Generated)
     if schedule is not None:
-        run = run.with_schedule(schedule)
+        run = under_schedule(run, schedule)
     made = run.described(ordered, extents, initial)
-    assert [step[: len(begin)] for step, begin in zip(made.steps, expected, strict=True)] == expected
+    assert len(made.sources) == count
+    assert made.torch_code is not None
+    assert made.torch_code.startswith("def call(tensors, initial,")
 
     launched: list[object] = []
     call = run.prepare(ordered, extents, initial)
     call(ordered, initial)
     monkeypatch.setattr(launch._Interpret, "__call__", lambda self, *_: launched.append(self))
-    with Recorder() as recorder:
-        call(ordered, initial)
+    call(ordered, initial)
     assert [texts[each] for each in launched] == [source.text for source in made.sources]
-    said = {operator for words, operator in OPERATORS.items() if any(words in step for step in made.steps)}
-    assert said == recorder.seen & {*OPERATORS.values()}
 
 
 # Keeping it -----------------------------------------------------------------------------------------------------------

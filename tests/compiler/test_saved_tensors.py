@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn.compiler.api import JointSums, multilinear_jointly
+from insum_nn.compiler.api import multilinear_jointly
+from insum_nn.compiler.runtime.multilinear import JointSums
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 

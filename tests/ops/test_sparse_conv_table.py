@@ -346,7 +346,7 @@ def test_autocast_takes_mixed_inputs(ran):
 
 
 class TestAutocast:
-    """A parameter is cast within the recorded call, and gets its gradient in its own dtype."""
+    """Operands are cast, and a parameter gets its gradient in its own dtype."""
 
     how = geometry("subm", (3, 3, 3))
 
@@ -374,19 +374,7 @@ class TestAutocast:
             assert [each.dtype for each in (result, *got)] == [torch.bfloat16, torch.bfloat16, torch.float32]
             torch.testing.assert_close(result.double(), total, rtol=1e-2, atol=1e-2)
             torch.testing.assert_close(got[0].double(), want[0], rtol=1e-2, atol=1e-2)
-            if options is TRITON:
-                # Sums in float32 are written as they are: a thousandth of what bfloat16 would leave.
-                torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=1e-5)
-            else:
-                torch.testing.assert_close(got[1].double(), want[1], rtol=1e-2, atol=1e-2)
-
-    def test_no_cast_of_a_parameter_is_recorded(self, ran):
-        near, features, weight, _ = self.given()
-        result = self.run(near, features, weight)
-        assert [type(node).__name__ for node, _ in result.grad_fn.next_functions] == ["AccumulateGrad"] * 2
-        # What is no parameter keeps the one that torch records.
-        result = self.run(near, features, weight * 2)
-        assert [type(node).__name__ for node, _ in result.grad_fn.next_functions][1] == "ToCopyBackward0"
+            torch.testing.assert_close(got[1].double(), want[1], rtol=1e-2, atol=1e-2)
 
     def test_second_derivatives(self, ran):
         near, features, weight, _ = self.given()

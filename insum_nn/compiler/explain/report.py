@@ -75,7 +75,6 @@ class Explanation:
         reason: why this backend, or why there is no program.
         torch_code: the library calls that run. For a C function it shows what a call does around it, by names of the
             package, and does not run by itself. `None` for Triton's kernels.
-        steps: what a call of generated kernels launches, in order.
         parts: of a statement that runs as several, what becomes of each.
         schedule: how a call is carried out.
         compile_seconds: time spent on planning, lowering and compiling this program.
@@ -98,7 +97,6 @@ class Explanation:
     backend: str | None
     reason: str
     torch_code: str | None
-    steps: tuple[str, ...] = ()
     parts: tuple[Explanation, ...] = ()
     schedule: str | None = None
     compile_seconds: float | None = None
@@ -117,11 +115,6 @@ class Explanation:
     def with_choice(self, topic: str, choice: str, reason: str) -> Explanation:
         """Return the same with a choice that was made around the statement, before its own."""
         return replace(self, _choices=(Decision(topic, choice, reason), *self._choices))
-
-    @property
-    def facts(self) -> dict[str, IndexFacts]:
-        """Return the known facts of the index tensors."""
-        return {row.name: row.facts for row in self.tensors if row.facts is not None}
 
     def kernel_source(self) -> str | None:
         """Return the code that runs: C functions, generated kernels, or torch calls; `None` without a program."""
@@ -155,11 +148,9 @@ class Explanation:
             sections += part._code_sections()
         if self.parts:
             return sections
-        if self.backend == "triton":
-            steps = "\n".join(f"{number}. {step}" for number, step in enumerate(self.steps, start=1))
-            sections.append(("steps", steps or "none: there is no cell to write"))
         if self.torch_code is not None:
-            title = "around the C function" if self.backend == "c" else "torch code"
+            titles = {"c": "around the C function", "triton": "around the kernels"}
+            title = titles.get(self.backend or "", "torch code")
             sections.append((title, self.torch_code))
         if self._sources:
             sections.append(("kernel source", "\n\n".join(self._sources)))
@@ -259,7 +250,6 @@ def explain_program(
         backend=program.backend if program is not None else None,
         reason=reason,
         torch_code=runs.torch_code,
-        steps=runs.steps,
         schedule=runs.schedule,
         compile_seconds=program.compile_seconds if program is not None else None,
         call_seconds=seconds,
@@ -311,8 +301,7 @@ def _described(row: TensorRow, tensor: Tensor, facts: IndexFacts | None) -> Tens
 
 
 def _paragraph(decision: Decision) -> str:
-    words = f"{decision.topic}: {decision.choice}; {decision.reason}"
-    return textwrap.fill(words, 110, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
+    return textwrap.fill(str(decision), 110, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from insum_nn.compiler.forms.form import CELLS, LONGEST, ROW_LOOP, Form, make_form
 from insum_nn.compiler.forms.group_by_key import group_by_key
-from insum_nn.compiler.forms.nest import Source
 from insum_nn.compiler.forms.placement import MANY_TERMS
 from insum_nn.compiler.forms.plan import keep_plans
 from insum_nn.compiler.kernels.background import prepared
-from insum_nn.compiler.kernels.description import Description, describe_kernel
+from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.row_partition import (
     RowPartition,
     divisions_of,
@@ -70,24 +69,16 @@ class Generated:
         form: Form | None = None,
     ) -> None:
         self.options = options
-        self._fixed: Schedule | None = None
         self.tables = tables
         deterministic = options.deterministic
         self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic)
         self.precision: Precision = precision_of(bound.dtype, options.precision)
-        self.source: Source | None = None
         self._schedules: dict[object, Selected[Schedule]] = {}
         self._forms: dict[tuple[int, ...], Form] = {}
         self._kernels: dict[object, UnsizedKernel] = {}
         # Unrolled tables are not read.
         self._read = [place for place, name in enumerate(bound.layout.tensors) if name not in self.form.tables]
         self._choosing: BuildOnce[Selected[Schedule]] = BuildOnce()
-
-    def with_schedule(self, schedule: Schedule) -> Generated:
-        """The same statement under one schedule at all sizes, whatever would be chosen."""
-        other = copy.copy(self)
-        other._fixed, other.source = schedule, None
-        return other
 
     def named(self, bound: Bound) -> Generated:
         """The same for a statement that differs in names, with the same choices."""
@@ -175,10 +166,14 @@ class Generated:
         chosen = self._schedule(bucket, tensors, extents, initial)
         partition = partition_for(form, tensors, extents, chosen.candidate)
         kernel = self._kernel(bucket, chosen.candidate, tensors, extents, initial, partition)
-        kernel = kernel.sized(tensors, initial, extents, partition)
+        sources = [kernel.source] if kernel.sized(tensors, initial, extents, partition).grid else []
+        if sources and partition is not None and partition.slots:
+            assert kernel.collector is not None
+            cells = [*extents.output[: form.row_axis], *extents.output[form.row_axis + 1 :]]
+            sources.append(kernel.collector.source(math.prod(cells)))
         schedule = ("schedule", str(chosen.candidate), chosen.reason)
         choices = (_combining(form), *_by_key(form), schedule, *_unrolled(form))
-        return describe_kernel(kernel, initial, partition, choices)
+        return Description(str(chosen.candidate), tuple(sources), choices, "\n".join(kernel.host_code()))
 
     def _kernel(
         self,
@@ -202,7 +197,6 @@ class Generated:
                 self._kernels.clear()
             # As long as it lives, so does its machine code.
             self._kernels[key] = kernel
-        self.source = kernel.source
         return kernel
 
     def _form(self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents) -> Form:
@@ -225,7 +219,7 @@ class Generated:
 
     def _by_length(self, form: Form) -> bool:
         """Whether a choice depends on the length of a call's longest row."""
-        if form.row_index is None or form.additional or self._fixed is not None:
+        if form.row_index is None or form.additional:
             return False
         few = form.plan.get(["few terms"], lambda: len(form.unrolled) <= MANY_TERMS, shape=bool)
         return few and form.product is None
@@ -238,8 +232,6 @@ class Generated:
         self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Selected[Schedule]:
         """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""
-        if self._fixed is not None:
-            return Selected(self._fixed, "requested")
         form = self._form(bucket, tensors, extents)
         key: object = (bucket, False, 0)
         if self._by_length(form):

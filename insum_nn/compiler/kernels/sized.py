@@ -67,14 +67,12 @@ class Kernel:
         of: the kernel for all sizes.
         extents: the sizes.
         grid: how many programs it has; with none, nothing is launched.
-        empty: it writes every cell of the output.
         compile_ahead: compiles it on behalf of a later launch.
     """
 
     of: UnsizedKernel
     extents: Extents
     grid: int
-    empty: bool
     compile_ahead: Callable[[], None]
 
     @property
@@ -298,7 +296,7 @@ class UnsizedKernel:
             if grid:
                 self.launcher(arguments, tensors, partition).compile_ahead()
 
-        return Kernel(self, extents, grid, self.fills(extents.indices, extents.output), compile_ahead)
+        return Kernel(self, extents, grid, compile_ahead)
 
     def additional(self, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[Tensor]:
         """Memory for further outputs: empty where every cell is written, once."""

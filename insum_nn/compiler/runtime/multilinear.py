@@ -14,18 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from insum_nn.compiler.runtime.modes import (
-    CAST,
-    autocast_dtype,
     is_plain_eager,
     to_autocast,
     without_autocast,
 )
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.runtime.recorded import Recorded, record
-from insum_nn.compiler.runtime.steps.gradients_ahead import Rehearsed
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
 __all__ = [
@@ -77,15 +73,12 @@ class BoundSums(ABC):
         operands: tuple[Tensor, ...],
         made: dict[str, Tensor],
         initial: Tensor | None = None,
-        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Compute a tensor in eager mode without autocast, where nothing is recorded.
 
         `made` is as for `call`. `dtype` is that of the result, where it is not that of the operands.
         """
         program, read, shape = self.call(requested, operands, made)
-        if dtype is not None:
-            program = program.writing(dtype)
         initial = initial if initial is None else _in_axes(initial, shape)
         return self.result(requested, program.run_plain(read, shape, initial))
 
@@ -115,53 +108,25 @@ def multilinear(
     """
     if not plain and not is_plain_eager(*operands, initial):
         return sums.in_modes(requested, tuple(map(to_autocast, operands)), initial)
-    dtype: torch.dtype | None = None
     if torch._C._is_any_autocast_enabled():
-        operands, dtype = _cast(operands)
+        operands = tuple(map(to_autocast, operands))
     if torch.is_grad_enabled():
         # A loop instead of `any`: no generator in every call.
         for tensor in (*operands, initial):
             if tensor is not None and tensor.requires_grad:
-                return record(_SumCall(sums, requested, dtype), initial, *operands)  # type: ignore[no-any-return]
+                return record(_SumCall(sums, requested), initial, *operands)  # type: ignore[no-any-return]
     return _computed(sums, requested, operands, {}, initial)
 
 
-def _cast(operands: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], torch.dtype | None]:
-    """Cast operands to autocast's dtype, but for parameters, which are to be cast to the dtype that is returned.
-
-    torch would record the cast of a parameter as a call of its own, and cast the gradient back by another one. What
-    sums the gradient has it in float32, and writes it so.
-    """
-    dtype = autocast_dtype(operands[0].device)
-    if dtype is None:
-        return operands, None
-    left: torch.dtype | None = None
-    found, recorded = list(operands), torch.is_grad_enabled()
-    for at, operand in enumerate(operands):
-        if operand.dtype is dtype or operand.dtype not in CAST:
-            continue
-        if recorded and type(operand) is Parameter and operand.requires_grad:
-            left = dtype
-        else:
-            found[at] = operand.to(dtype)
-    return tuple(found), left
-
-
 class _SumCall(NamedTuple):
-    """A call of `multilinear`; `dtype` is autocast's, where operands were left to be cast."""
+    """A call of `multilinear`."""
 
     sums: BoundSums
     requested: str
-    dtype: torch.dtype | None
 
     def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
-        sums, requested, dtype = self
+        sums, requested = self
         needed = ctx.needs_input_grad[2:]
-        dtypes: list[torch.dtype] | None = None
-        if dtype is not None:
-            # Of parameters the copies are kept: a backward pass that is not differentiated reads nothing else.
-            dtypes = [operand.dtype for operand in tensors]
-            tensors = tuple([operand.to(dtype) for operand in tensors])
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
         if count < len(needed) or count == 1:
@@ -172,19 +137,18 @@ class _SumCall(NamedTuple):
             ctx.save_for_backward(*saved)
         else:
             ctx.save_for_backward(*tensors)
-        ctx.rest = None if initial is None else initial.shape, dtypes
+        ctx.initial_shape = None if initial is None else initial.shape
         if torch._C._is_any_autocast_enabled():
             return _computed(sums, requested, tensors, {}, initial)
         return sums.eager(requested, tensors, {}, initial)
 
     def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        (sums, left, _), (initial, dtypes), (grad,) = self, ctx.rest, grads
+        (sums, left), shape, (grad,) = self, ctx.initial_shape, grads
         assert grad is not None
         names = sums.operands[left]
-        needed = needed_gradients(ctx, 2, len(names), (type(sums), left), before=initial is not None)
+        needed = needed_gradients(ctx, 2, len(names), (type(sums), left), before=shape is not None)
         unrecorded = not torch.is_grad_enabled() and is_plain_eager(grad)
-        read = ctx.saved_tensors if dtypes is None or unrecorded else _rejoined(ctx, dtypes, int(initial is not None))
-        tensors: dict[str, Any] = dict(zip(names, read, strict=True))
+        tensors: dict[str, Any] = dict(zip(names, ctx.saved_tensors, strict=True))
         tensors[left] = grad
         autocast = torch._C._is_any_autocast_enabled()
         made: dict[str, Tensor] = {}
@@ -194,45 +158,16 @@ class _SumCall(NamedTuple):
                 found.append(None)
                 continue
             operands = tuple(map(tensors.__getitem__, sums.operands[requested]))
-            dtype = None if dtypes is None or dtypes[at] is grad.dtype else dtypes[at]
             if not unrecorded:
-                part = multilinear(sums, requested, *operands)
-                found.append(part if dtype is None else part.to(dtype))
+                found.append(multilinear(sums, requested, *operands))
             elif autocast:
-                found.append(_computed(sums, requested, operands, made, None, dtype))
+                found.append(_computed(sums, requested, operands, made, None))
             else:
-                found.append(sums.eager(requested, operands, made, None, dtype))
+                found.append(sums.eager(requested, operands, made))
         if ctx.needs_input_grad[1]:
             total = grad.sum(0)
-            found[0] = total if total.shape == initial else total.reshape(initial)
-        if unrecorded:
-            _without_views(found)
+            found[0] = total if total.shape == shape else total.reshape(shape)
         return tuple(found)
-
-
-def _rejoined(ctx: Any, dtypes: Sequence[torch.dtype], before: int) -> list[Tensor | None]:
-    """The operands as they were read, those that were cast as functions of what they were cast from."""
-    read: list[Tensor | None] = list(ctx.saved_tensors)
-    if type(ctx) is Rehearsed:
-        return read
-    for at, (node, _) in enumerate(ctx.next_functions[before:]):
-        copy = read[at]
-        if copy is not None and node is not None and copy.dtype is not dtypes[at]:
-            read[at] = _Copy.apply(node.variable, copy)
-    return read
-
-
-class _Copy(torch.autograd.Function):
-    """A copy of a tensor in another dtype, made before and maybe of other numbers than the tensor has now."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, copy: Tensor) -> Tensor:
-        ctx.dtype = tensor.dtype
-        return copy.view_as(copy)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype), None
 
 
 def _computed(
@@ -241,15 +176,14 @@ def _computed(
     operands: tuple[Tensor, ...],
     made: dict[str, Tensor],
     initial: Tensor | None,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return _computed(sums, requested, operands, made, initial, dtype)
+            return _computed(sums, requested, operands, made, initial)
     if torch._C._is_any_autocast_enabled():
         with without_autocast(operands[0].device):
-            return sums.eager(requested, operands, made, initial, dtype)
-    return sums.eager(requested, operands, made, initial, dtype)
+            return sums.eager(requested, operands, made, initial)
+    return sums.eager(requested, operands, made, initial)
 
 
 def multilinear_traced(sums: Multilinear, requested: str, *operands: Tensor, initial: Tensor | None = None) -> Tensor:
@@ -425,17 +359,4 @@ class _JointCall(NamedTuple):
                 del part
         made_of_read = list(map(total.get, read))
         total.clear()
-        if unrecorded:
-            _without_views(made_of_read)
         return None, *made_of_read, *[None] * len(sums.indices)
-
-
-def _without_views(grads: list[Tensor | None]) -> None:
-    """Detach gradients that are views: a view keeps its base, and torch adds to memory that nothing else refers to.
-
-    Otherwise torch allocates the sum of two gradients as a third tensor of the same size.
-    """
-    # A loop, for all at once: no function call for each gradient.
-    for at, grad in enumerate(grads):
-        if grad is not None and grad._is_view():
-            grads[at] = grad.detach()

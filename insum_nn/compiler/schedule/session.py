@@ -65,12 +65,10 @@ class Session:
 
     Attributes:
         records: every task.
-        place: which of how many is measured now, for messages.
     """
 
     def __init__(self) -> None:
         self.records: dict[str, TaskRecord] = {}
-        self.place = ""
         self._admitted: set[str] = set()
         self._until = math.inf
         # Backward runs in threads of torch's own.
@@ -112,9 +110,6 @@ class Session:
             return self._measured(record, task, tune)
 
     def _measured(self, record: TaskRecord, task: Task[T], tune: _Tune) -> Selected[T]:
-        done = sum(each.state in ("measured", "failed") for each in self.records.values())
-        waiting = len(self._admitted) + 1
-        self.place = f"{done + 1} of {done + waiting}, about {waiting * self.expected:.0f} s left:"
         begin = time.perf_counter()
         try:
             found = tune(task, again=True)

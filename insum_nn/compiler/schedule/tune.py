@@ -244,9 +244,7 @@ class _Tuning:
 
 def _measure(tuning: _Tuning, schedules: Sequence[Schedule]) -> tuple[Measurement[Schedule], ...]:
     """Schedules with their times, the fastest first."""
-    current = session.active()
-    place = "" if current is None else f" {current.place}"
-    with Progress(f"tuning{place} {shown_statement(tuning.form.bound.statement)}", len(schedules)) as progress:
+    with Progress(f"tuning {shown_statement(tuning.form.bound.statement)}", len(schedules)) as progress:
         found = _compile(tuning, schedules, progress)
         measured = [(trial.time(5) if fits else math.inf, trial) for trial, fits in found]
         measured.sort(key=lambda pair: pair[0])
