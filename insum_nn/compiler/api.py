@@ -12,7 +12,6 @@ from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.explain.sections import table
-from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.kernels.row_partition import keep_bitmasks, keep_lengths
 from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.lang.programs import is_program
@@ -80,7 +79,6 @@ __all__ = [
     "compile_built",
     "fits_between",
     "for_each_vector",
-    "generates_kernels",
     "graph_constant",
     "inline_by_rows",
     "insum",

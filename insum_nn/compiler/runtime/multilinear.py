@@ -359,4 +359,7 @@ class _JointCall(NamedTuple):
                 del part
         made_of_read = list(map(total.get, read))
         total.clear()
+        if unrecorded:
+            # A view keeps its base, and torch adds to memory that nothing else refers to.
+            made_of_read = [g.detach() if g is not None and g._is_view() else g for g in made_of_read]
         return None, *made_of_read, *[None] * len(sums.indices)
