@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -11,9 +13,18 @@ from insum_nn import Program
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.runtime.execution import Executable
+from insum_nn.compiler.schedule.select import Selected
 from insum_nn.compiler.schedule.space import Schedule
 
-__all__ = ["generated_of", "run_scheduled"]
+__all__ = ["generated_of", "run_scheduled", "under_schedule"]
+
+
+def under_schedule(run: Generated, schedule: Schedule) -> Generated:
+    """The same kernels under one schedule at all sizes, whatever would be chosen."""
+    other: Any = copy.copy(run)
+    other._schedule = lambda *_: Selected(schedule, "requested")
+    other._by_length = lambda form: False
+    return other
 
 
 def generated_of(
@@ -32,7 +43,7 @@ def generated_of(
         raise Unavailable(f"needs a generated kernel: {executable.reason}")
 
     def scheduled(schedule: Schedule) -> Callable[[], Tensor]:
-        run = found.with_schedule(schedule).prepare(ordered, extents, initial)
+        run = under_schedule(found, schedule).prepare(ordered, extents, initial)
         return lambda: run(ordered, initial)
 
     return found, scheduled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor
 
 import insum_nn
+from benchmarks.schedules import under_schedule
 from insum_nn import Options
-from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
 from insum_nn.compiler.runtime.composite.fused_kernels import One
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.runtime.dispatch import prepare
-from insum_nn.compiler.schedule.select import Selected
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
 
@@ -174,14 +172,6 @@ def kernels_of(ones: Sequence[Any], *, deterministic: bool = False) -> list[Any]
 def kernel_along(ones: Sequence[Any], walk: tuple[str, str], *, deterministic: bool = False) -> Any:
     """The kernel whose terms are walked by one index tensor."""
     return fused_module._along(ones, walk, fused_module._plan_of(ones), GENERATED, deterministic)
-
-
-def under_schedule(run: Generated, schedule: Schedule) -> Generated:
-    """The same kernels under one schedule at all sizes, whatever would be chosen."""
-    other: Any = copy.copy(run)
-    other._schedule = lambda *_: Selected(schedule, "requested")
-    other._by_length = lambda form: False
-    return other
 
 
 def made_by(found: Any, ones: Sequence[One], pool: Sequence[Tensor], schedule: Schedule | None = None) -> list[Tensor]:

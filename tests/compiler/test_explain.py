@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.schedules import under_schedule
 from insum_nn.compiler.api import compile
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.forms.nest import Source
@@ -27,7 +28,6 @@ from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.runtime.execution import Executable, clear_cache, in_names_of
 from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
-from tests.compiler.fused_cases import under_schedule
 from tests.compiler.interpreted import interpreter  # noqa: F401
 from tests.golden_fixture import Golden
 
