@@ -53,7 +53,7 @@ HISTORY, CURRENT = RESULTS / "history", RESULTS / "current"
 # The device whose numbers README and the plots show.
 DEVICE = "nvidia-h200"
 # The same of a CPU.
-CPU = "intel-r-xeon-r-processor-1-threads"
+CPU = "intel-r-xeon-r-processor-1-threads-one-core"
 # Devices whose records are kept but not shown: they were made before C functions, which are what runs on a CPU.
 RETIRED = ("amd-epyc-2-threads",)
 COMPLETE = 0.75

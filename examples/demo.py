@@ -57,10 +57,11 @@ def table(rows):
 
 
 def explain(model, x, edge_index, path):
-    """What became of the statement of a GCN's layer: loop nest, decisions and code as a page; in short."""
+    """What became of the statement of a GCN's layer: loop nest, decisions and code as a text; its loops and decisions."""
     explanation = model.conv1.explain_statement(x, edge_index)
-    path.write_text(explanation.html(), encoding="utf-8")
-    return explanation.short()
+    path.write_text(f"{explanation}\n", encoding="utf-8")
+    decisions = "\n".join(f"- {decision}" for decision in explanation.decisions)
+    return f"{explanation.loop_nest}\n{decisions}"
 
 
 def main(argv=None, *, size="tiny"):
@@ -79,7 +80,7 @@ def main(argv=None, *, size="tiny"):
     print(f"\n{table(rows)}\n")
     print("largest difference: to the layers compared with, same weights and inputs, float32; of the largest value")
     model, inputs, *_ = found["GCN, KarateClub"]
-    page = args.out / "train_gcn" / "kernel.html"
+    page = args.out / "train_gcn" / "kernel.txt"
     short = explain(model, *inputs, page)
     print(f"pictures and reports: {args.out}/*/; {page} shows a layer's statement at every stage, in short:")
     print(textwrap.indent(short, "  "))
