@@ -57,7 +57,7 @@ def table(rows):
 
 
 def explain(model, x, edge_index, path):
-    """What became of the statement of a GCN's layer: loop nest, decisions and code as a text; its loops and decisions."""
+    """What became of the statement of a GCN's layer: loops, decisions and code as a text; in short the first two."""
     explanation = model.conv1.explain_statement(x, edge_index)
     path.write_text(f"{explanation}\n", encoding="utf-8")
     decisions = "\n".join(f"- {decision}" for decision in explanation.decisions)
