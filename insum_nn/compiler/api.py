@@ -32,6 +32,7 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
     pays_between,
     takes_columns,
 )
+from insum_nn.compiler.runtime.library.silu import silu
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
     is_plain_eager,
@@ -103,6 +104,7 @@ __all__ = [
     "recorded",
     "records_graph",
     "run_statements",
+    "silu",
     "statement_calls",
     "table",
     "takes_columns",
