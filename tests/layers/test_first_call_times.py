@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tests.source_tree import ROOT
 
-# The gradient of TensorSquare of degree 6, pairs of copies over thousands of coefficients, takes 1.1 by library calls.
-SECONDS = 1.5
+# The gradient of TensorSquare of degree 6, pairs of copies over thousands of coefficients, takes 1.2 by library calls, beside
+# gcc, which compiles what was called before it, and other tests, up to twice as long.
+SECONDS = 2.5
 
 
 def test_no_first_call_on_a_cpu_takes_long(tmp_path: Path):
