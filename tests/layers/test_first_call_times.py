@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.source_tree import ROOT
 
-# The gradient of TensorSquare of degree 6, pairs of copies over thousands of coefficients, takes 1.2 by library calls, beside
-# gcc, which compiles what was called before it, and other tests, up to twice as long.
+# The gradient of TensorSquare of degree 6, pairs of copies over thousands of coefficients, takes 1.2 by library calls; up to
+# twice as long beside other tests, and beside gcc, which compiles what was called before it.
 SECONDS = 2.5
 
 
