@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.source_tree import ROOT
 
-# The gradient of TensorSquare of degree 6, pairs of copies over thousands of coefficients, takes 1.2 by library calls; up to
-# twice as long beside other tests, and beside gcc, which compiles what was called before it.
+# The gradient of TensorSquare of degree 6, pairs of copies over thousands of coefficients, takes 1.2 by library
+# calls; beside other tests, and gcc, which compiles what was called before, up to twice as long.
 SECONDS = 2.5
 
 
