@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -233,27 +232,6 @@ def test_a_compiler_without_threads(fault: str, monkeypatch: pytest.MonkeyPatch,
         insum_nn.clear_cache()
         torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
         assert "compiled, for one thread" in str(program.explain(tensors=given, out_shape=(20, None)))
-    insum_nn.clear_cache()
-
-
-def test_a_kept_library_that_cannot_be_loaded_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path))
-    given, program = entries(), insum_nn.compile(SPMM)
-    for _ in range(2):
-        insum_nn.clear_cache()
-        torch.testing.assert_close(program(tensors=given, out_shape=(20, None)), oracle(given))
-        (own,) = [p.run for p in execution._cache.values() if isinstance(p.run, c_program.CProgram)]
-        assert own.compiled
-        assert not own.error
-        # A function serves before its library is kept.
-        until, libraries = time.monotonic() + 30, list[Path]()
-        while not libraries and time.monotonic() < until:
-            libraries = [each for each in tmp_path.rglob("*.so") if each.read_bytes() != b"damaged"]
-        assert libraries
-        for library in libraries:
-            library.unlink()
-            library.write_bytes(b"damaged")
-            library.chmod(0o600)
     insum_nn.clear_cache()
 
 
