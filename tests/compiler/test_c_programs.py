@@ -235,6 +235,28 @@ def test_a_compiler_without_threads(fault: str, monkeypatch: pytest.MonkeyPatch,
     insum_nn.clear_cache()
 
 
+KEPT = """
+import torch
+from insum_nn import Options, compile
+program = compile("y[i] += 7 * x[i]", options=Options(backend="c"))
+print(program(x=torch.ones(2)).tolist(), "compiled" in str(program.explain(x=torch.ones(2))))
+"""
+
+
+def test_a_kept_library_that_cannot_be_loaded_is_made_again(tmp_path: Path):
+    """By processes that end as soon as they have run: what is waited for is kept."""
+    environment = {**os.environ, "INSUM_NN_CACHE_DIR": str(tmp_path)}
+    for _ in range(4):
+        command = [sys.executable, "-W", "ignore", "-c", KEPT]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == "[7.0, 7.0] True\n"
+        (library,) = tmp_path.rglob("*.so")
+        assert library.read_bytes() != b"damaged"
+        library.unlink()
+        library.write_bytes(b"damaged")
+        library.chmod(0o600)
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CC", "no-compiler")
     insum_nn.clear_cache()

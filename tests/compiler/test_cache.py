@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
@@ -301,7 +302,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(Tensor, "aminmax", watched)
     # Not by the C function, which an earlier test may have had compiled.
-    monkeypatch.setattr(c_structures, "sorting", lambda _: (None, SimpleNamespace(run=None)))
+    monkeypatch.setattr(c_structures, "sorting", functools.cache(lambda _: (None, SimpleNamespace(run=None))))
     return read
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(index_checks, "Stats", reading)
     # Not by the C function, which an earlier test may have had compiled.
-    monkeypatch.setattr(c_structures, "sorting", lambda _: (None, SimpleNamespace(run=None)))
+    monkeypatch.setattr(c_structures, "sorting", functools.cache(lambda _: (None, SimpleNamespace(run=None))))
     return counts
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from insum_nn.compiler.codegen.c_prelude import Helpers, literal
+from insum_nn.compiler.ir.access import is_index
 from insum_nn.compiler.ir.build import INITIAL
 from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
@@ -440,4 +441,4 @@ def _is_integer(value: Expr) -> bool:
 
 def _is_index(load: Load) -> bool:
     """Whether a read is an integer that addresses something."""
-    return load.buffer.name.startswith("x") or load.buffer.name in ("begin", "order")
+    return is_index(load.buffer) or load.buffer.name in ("begin", "order")

@@ -149,8 +149,7 @@ class Explanation:
         if self.parts:
             return sections
         if self.torch_code is not None:
-            titles = {"c": "around the C function", "triton": "around the kernels"}
-            title = titles.get(self.backend or "", "torch code")
+            title = {"c": "around the C function", "triton": "around the kernels"}.get(str(self.backend), "torch code")
             sections.append((title, self.torch_code))
         if self._sources:
             sections.append(("kernel source", "\n\n".join(self._sources)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op
+from insum_nn.compiler.ir.nodes import Buffer, Cast, Const, Expr, Index, Load, Op
 
 __all__ = [
     "Labels",
     "affine_terms",
     "indices_of",
+    "is_index",
     "loads_in_order",
     "plain_labels",
     "scattered_axes",
@@ -17,6 +18,11 @@ __all__ = [
 
 # Names of indices.
 Labels = tuple[str, ...]
+
+
+def is_index(buffer: Buffer) -> bool:
+    """Whether a tensor is one of entries, by the name that `ir.build` gives it."""
+    return buffer.name.startswith("x")
 
 
 def indices_of(*exprs: Expr) -> Labels:

@@ -127,7 +127,10 @@ class CFunction:
     def find(self) -> bool:
         """Load it where some process compiled it before, and tell whether it did."""
         with located(_KIND, f"{self._key()}.so") as path:
-            return path is not None and self._load(path)
+            if path is None or not self._load(path):
+                return False
+        self._compiled.set()
+        return True
 
     def compile(self) -> None:
         """Compile and load it now."""
@@ -170,7 +173,6 @@ class CFunction:
         function, self.alone, self.error = library[self.name], hasattr(library, "insum_alone"), ""
         function.restype, function.argtypes = ctypes.c_int, [ctypes.c_char_p]
         self.run = function
-        self._compiled.set()
         return True
 
 

@@ -128,3 +128,4 @@ def _forget(tensor: Tensor) -> None:
 def clear_entries() -> None:
     """Forget everything."""
     seen.clear()
+    sorting.cache_clear()

@@ -68,16 +68,9 @@ class BoundSums(ABC):
         return written
 
     def eager(
-        self,
-        requested: str,
-        operands: tuple[Tensor, ...],
-        made: dict[str, Tensor],
-        initial: Tensor | None = None,
+        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor], initial: Tensor | None = None
     ) -> Tensor:
-        """Compute a tensor in eager mode without autocast, where nothing is recorded.
-
-        `made` is as for `call`. `dtype` is that of the result, where it is not that of the operands.
-        """
+        """Compute a tensor in eager mode without autocast, where nothing is recorded; `made` is as for `call`."""
         program, read, shape = self.call(requested, operands, made)
         initial = initial if initial is None else _in_axes(initial, shape)
         return self.result(requested, program.run_plain(read, shape, initial))
@@ -180,10 +173,8 @@ def _computed(
     if torch.is_grad_enabled():
         with torch.no_grad():
             return _computed(sums, requested, operands, made, initial)
-    if torch._C._is_any_autocast_enabled():
-        with without_autocast(operands[0].device):
-            return sums.eager(requested, operands, made, initial)
-    return sums.eager(requested, operands, made, initial)
+    with without_autocast(operands[0].device):
+        return sums.eager(requested, operands, made, initial)
 
 
 def multilinear_traced(sums: Multilinear, requested: str, *operands: Tensor, initial: Tensor | None = None) -> Tensor:

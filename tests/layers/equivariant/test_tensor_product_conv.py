@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from types import SimpleNamespace
 
@@ -447,7 +448,7 @@ def test_layers_after_each_other_read_their_edges_once(monkeypatch: pytest.Monke
     aminmax = torch.Tensor.aminmax
     monkeypatch.setattr(torch.Tensor, "aminmax", lambda tensor: read.append(tensor) or aminmax(tensor))
     # Not by the C function, which an earlier test may have had compiled.
-    monkeypatch.setattr(c_structures, "sorting", lambda _: (None, SimpleNamespace(run=None)))
+    monkeypatch.setattr(c_structures, "sorting", functools.cache(lambda _: (None, SimpleNamespace(run=None))))
     for _ in range(3):
         leaves = [value.clone().requires_grad_() for value in (x, y, weight)]
         out = conv(leaves[0], leaves[1], leaves[2], edge_index[0], edge_index[1])

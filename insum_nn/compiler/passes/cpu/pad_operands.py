@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.ir.access import affine_terms
+from insum_nn.compiler.ir.access import affine_terms, is_index
 from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     Buffer,
@@ -130,7 +130,7 @@ def _swapped(
             other.add(read.buffer)
         elif found.setdefault(read.buffer, others.index(lanes.index)) != others.index(lanes.index):
             other.add(read.buffer)
-    found = {b: axis for b, axis in found.items() if b not in other and not b.name.startswith("x")}
+    found = {b: axis for b, axis in found.items() if b not in other and not is_index(b)}
     reached.update({buffer: {} for buffer in found})
     return found
 
@@ -153,7 +153,7 @@ def _missed(store: Store, loops: Mapping[Index, Loop]) -> dict[Expr, Reach]:
         users = [n for n in walk(store) if isinstance(n, Load) and subscript in n.subscripts]
         padded = users and all(
             user in reads
-            and not user.buffer.name.startswith("x")
+            and not is_index(user.buffer)
             and len(user.subscripts) < len(loops)
             and all(e is extent for s, e in zip(user.subscripts, user.buffer.shape, strict=True) if s is subscript)
             for user in users
@@ -172,7 +172,7 @@ def _reach(subscript: Expr, extent: Expr, loops: Mapping[Index, Loop]) -> Reach 
     low, high, unknown = Const(offset), Const(offset), 0
     for factor, atom in terms:
         atom = atom.value if isinstance(atom, Cast) else atom
-        if isinstance(atom, Load) and atom.buffer.name.startswith("x"):
+        if isinstance(atom, Load) and is_index(atom.buffer):
             last: Expr = highest(atom.buffer)
         elif isinstance(atom, Index) and atom is not ENTRY and loops[atom].begin is Const(0):
             last = add(loops[atom].end, Const(-1))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from insum_nn.compiler.ir.access import is_index
 from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, Store, conjuncts, operands, walk
 from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
@@ -112,7 +113,7 @@ def place_lanes(
     outer.sort(key=lambda loop: (loop.index is not ROW, loop.index not in cells.apart, loop.index not in written))
     sums = [loop for loop in loops if loop.role == "sum" and loop not in (lanes, rows)]
     reads = [node for store in stores for node in walk(store.value) if isinstance(node, Load)]
-    index_reads = [read for read in reads if read.buffer.name.startswith("x")]
+    index_reads = [read for read in reads if is_index(read.buffer)]
     sums.sort(key=lambda loop: (loop.index is not ENTRY, -sum(loop.index in indices_in(read) for read in index_reads)))
     along_cells = lanes is not None and lanes.role == "free"
     schedule = Schedule(m=count, n=each if along_cells else 1, k=each if lanes and not along_cells else 1)
@@ -272,7 +273,6 @@ def _rows(
     count = min(extent or room, room, 8)
     # A few registers too many, or too few, cost less than rows that are left over.
     if extent is not None:
-        count = next(
-            (n for n in (*range(min((registers + 4) // vectors, 8), count // 2, -1),) if extent % n == 0), count
-        )
+        most = min((registers + 4) // vectors, 8)
+        count = next((n for n in range(most, count // 2, -1) if extent % n == 0), count)
     return (best[1], count) if count > 1 else (None, 1)
