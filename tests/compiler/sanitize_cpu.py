@@ -52,7 +52,7 @@ _SANITIZERS = (
 # Where helpers are not copied to where they are called, the compiler takes half as long.
 _INLINE, _CALLED = "static inline __attribute__((always_inline, unused))", "static __attribute__((noinline, unused))"
 # What every text defines, each for itself.
-_OWN = re.compile(r"\b(insum|call|k\d*|sort|range)\b(?=\()")
+_OWN = re.compile(r"\b(insum|call|k\d*(?:_careful|_wide)?|sort|range)\b(?=\()")
 # Texts of one library, which share helpers; calls whose programs are kept at one time.
 _TEXTS, _CALLS = 40, 40
 _PROCESSES = os.cpu_count() or 1
