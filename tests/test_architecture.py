@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "models": {"errors", "layers"},
     # The package has one private folder on disk.
-    "datasets": {"errors", "compiler.schedule.cache_folder"},
+    "datasets": {"errors", "faults", "compiler.schedule.cache_folder"},
     "testing": {"dtypes", "errors", "facts", "compiler", "formats", "structure", "ops", "layers", "models"},
 }
 

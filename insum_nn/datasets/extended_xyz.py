@@ -53,6 +53,15 @@ class Configuration:
     ) -> Configuration:
         """Take an `ase.Atoms`, with energy, forces and stress of its calculator, its `info` or its `arrays`.
 
+        Args:
+            atoms: the atoms.
+            energy_key: the name of the energy there.
+            forces_key: that of the forces; 3BPA and most sets say `forces`, some `force`.
+            stress_key: that of the stress: (3, 3), or the six entries of Voigt as ase orders them.
+
+        Raises:
+            InsumShapeError: the stress has another shape.
+
         >>> from ase import Atoms
         >>> Configuration.from_ase(Atoms("OH2", [[0, 0, 0], [1, 0, 0], [0, 1, 0]])).species.tolist()
         [8, 1, 1]
@@ -114,12 +123,8 @@ def _full_stress(stress: NDArray[np.float64]) -> NDArray[np.float64]:
     if stress.shape == (6,):
         return _ase("ase.stress").voigt_6_to_full_3x3_stress(stress)
     if stress.size != 9:
-        raise InsumShapeError(
-            f"a stress has shape {stress.shape}",
-            details=["expected (3, 3), (9,) or (6,): xx, yy, zz, yz, xz, xy"],
-            fix="pass the key of the stress, not of the virial or of a pressure.",
-            got=stress.shape,
-        )
+        details, fix = ["expected (3, 3), (9,) or (6,): xx, yy, zz, yz, xz, xy"], "pass the key of the stress."
+        raise InsumShapeError(f"a stress has shape {stress.shape}", details=details, fix=fix, got=stress.shape)
     return stress.reshape(3, 3)
 
 
@@ -200,9 +205,10 @@ def collate(
     forces, stresses = _if_all([c.forces for c in configurations]), _if_all([c.stress for c in configurations])
     if atom_energies is not None and energies is not None:
         energies = [e - _lone_energy(c, atom_energies) for e, c in zip(energies, configurations, strict=True)]
+    positions, species = (torch.cat([getattr(c, name) for c in configurations]) for name in ("positions", "species"))
     return AtomBatch(
-        torch.cat([c.positions for c in configurations]),
-        torch.cat([c.species for c in configurations]),
+        positions,
+        species,
         receivers + first,
         senders + first,
         offsets,
@@ -223,14 +229,9 @@ def _if_all(values: Sequence[T | None]) -> list[T] | None:
 
 def _lone_energy(configuration: Configuration, atom_energies: Mapping[int, float]) -> float:
     species = configuration.species.tolist()
-    unknown = sorted(set(species) - set(atom_energies))
-    if unknown:
-        raise InsumNameError(
-            f"there is no energy of a lone atom of {unknown}",
-            details=[f"given for {sorted(atom_energies)}"],
-            fix="give one for each atomic number that occurs.",
-            expected=unknown,
-        )
+    if unknown := sorted({*species} - {*atom_energies}):
+        details, fix = [f"given for {sorted(atom_energies)}"], "give one for each atomic number that occurs."
+        raise InsumNameError(f"there is no energy of a lone atom of {unknown}", details=details, fix=fix)
     return sum(atom_energies[s] for s in species)
 
 
@@ -296,22 +297,13 @@ def statistics(configurations: Sequence[Configuration], cutoff: float) -> AtomSt
     )
 
 
-def read_extended_xyz(
-    path: str | Path,
-    *,
-    limit: int | None = None,
-    energy_key: str = "energy",
-    forces_key: str = "forces",
-    stress_key: str = "stress",
-) -> list[Configuration]:
+def read_extended_xyz(path: str | Path, *, limit: int | None = None, **keys: str) -> list[Configuration]:
     """Read the configurations of an extended XYZ file.
 
     Args:
         path: the file.
         limit: read no more than these many.
-        energy_key: where the file keeps the energy.
-        forces_key: where it keeps the forces; 3BPA and most sets say `forces`, some `force`.
-        stress_key: where it keeps the stress: (3, 3), or the six entries of Voigt as ase orders them.
+        keys: `energy_key`, `forces_key` and `stress_key` of `Configuration.from_ase`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -323,8 +315,8 @@ def read_extended_xyz(
     frames: list[Any] = []
     ase_io = _ase("ase.io")
     try:
-        for atoms in ase_io.iread(path, index=":" if limit is None else f":{limit}", format="extxyz"):
-            frames.append(atoms)
+        # What was read before a fault stays in the list.
+        frames += ase_io.iread(path, index=":" if limit is None else f":{limit}", format="extxyz")
     except Exception as error:
         raise InsumFormatError(
             f"configuration {len(frames)} of {path} cannot be read",
@@ -333,5 +325,4 @@ def read_extended_xyz(
             path=str(path),
             configuration=len(frames),
         ) from error
-    keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
     return [Configuration.from_ase(atoms, **keys) for atoms in frames]

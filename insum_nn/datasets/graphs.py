@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
-from insum_nn.compiler.schedule.cache_folder import own_folder
 from insum_nn.errors import InsumFormatError, InsumNameError, import_extra
 
 __all__ = ["karate_club", "planetoid"]
@@ -35,7 +32,7 @@ def karate_club() -> Any:
 
 
 def planetoid(name: str, root: str | Path) -> Any:
-    """Cora, CiteSeer or PubMed with the published split, from files that are there: nothing is downloaded.
+    """Cora, CiteSeer or PubMed with the published split, from files that are there: nothing is downloaded or written.
 
     Source: Yang, Cohen, Salakhutdinov, Revisiting Semi-Supervised Learning with Graph Embeddings (ICML 2016). The
     features of a node are scaled to sum to 1, as in Kipf and Welling (ICLR 2017).
@@ -43,28 +40,20 @@ def planetoid(name: str, root: str | Path) -> Any:
     Args:
         name: `"Cora"`, `"CiteSeer"` or `"PubMed"`.
         root: holds `<name>/raw/ind.<name>.*`, as torch_geometric lays it out, or the files `ind.<name>.*` themselves.
-            What torch_geometric derives from them is written to `root` in the first case, and to the cache folder
-            (`INSUM_NN_CACHE_DIR`) where that is not possible.
 
     Returns:
         A `torch_geometric.data.Data` with `train_mask`, `val_mask` and `test_mask`.
 
     Raises:
         InsumNameError: a file is missing.
-        InsumFormatError: there is no folder that torch_geometric could write to.
+        InsumFormatError: a file is damaged.
         MissingExtraError: torch_geometric is not installed.
     """
-    datasets, transforms = (import_extra(f"torch_geometric.{part}", name) for part in ("datasets", "transforms"))
-    folder = _planetoid_folder(name, Path(root))
-    return datasets.Planetoid(str(folder), name, transform=transforms.NormalizeFeatures())[0]
-
-
-def _planetoid_folder(name: str, root: Path) -> Path:
-    """A folder in torch_geometric's layout that may be written to: `root` itself, or a cache of links to its files."""
+    reader, transforms = (import_extra(f"torch_geometric.{part}", name) for part in ("io", "transforms"))
+    nested = Path(root) / name / "raw"
+    folder = nested if nested.is_dir() else Path(root)
     files = [f"ind.{name.lower()}.{part}" for part in _PARTS]
-    nested = root / name / "raw"
-    source = nested if (nested / files[0]).exists() else root
-    missing = [file for file in files if not (source / file).exists()]
+    missing = [file for file in files if not (folder / file).exists()]
     if missing:
         raise InsumNameError(
             f"there is no {name} under {root}",
@@ -72,20 +61,8 @@ def _planetoid_folder(name: str, root: Path) -> Path:
             fix="pass the folder that holds the raw files of Planetoid.",
             path=str(root),
         )
-    if source is nested and os.access(root / name, os.W_OK):
-        return root
-    folder = own_folder(f"planetoid-{hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]}")
-    if folder is None:
-        raise InsumFormatError(
-            f"torch_geometric writes beside the files of {name}, and there is no folder for that",
-            fix=f"move the files to {nested} of a folder that can be written, or name one in INSUM_NN_CACHE_DIR.",
-            path=str(root),
-        )
-    raw = folder / name / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        link = raw / file
-        if not link.exists():
-            link.unlink(missing_ok=True)
-            link.symlink_to((source / file).resolve())
-    return folder
+    try:
+        return transforms.NormalizeFeatures()(reader.read_planetoid_data(str(folder), name.lower()))
+    except Exception as error:
+        what, fix = f"the files of {name} in {folder} cannot be read: {error}", "fetch the files again."
+        raise InsumFormatError(what, fix=fix, path=str(folder)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from insum_nn.errors import InsumFormatError, InsumShapeError, import_extra, plural
+from insum_nn.faults import check_choice
 
 __all__ = [
     "CLASSES",
@@ -26,28 +28,17 @@ __all__ = [
     "write_ply",
 ]
 
-_SHOWN = {
-    "ceiling": (144, 202, 240),
-    "floor": (193, 154, 107),
-    "wall": (214, 214, 205),
-    "beam": (160, 82, 45),
-    "column": (112, 128, 144),
-    "window": (64, 196, 196),
-    "door": (230, 120, 50),
-    "table": (120, 94, 240),
-    "chair": (220, 38, 127),
-    "sofa": (140, 20, 60),
-    "bookcase": (34, 139, 34),
-    "board": (40, 40, 40),
-    "clutter": (255, 193, 7),
-}
-
-CLASSES: tuple[str, ...] = tuple(_SHOWN)
+CLASSES: tuple[str, ...] = tuple(
+    "ceiling floor wall beam column window door table chair sofa bookcase board clutter".split()
+)
 """The 13 classes of S3DIS; a label is a place in this list."""
 
 UNLABELLED = -1
 
-PALETTE: NDArray[np.uint8] = np.array([*_SHOWN.values()], np.uint8)
+PALETTE: NDArray[np.uint8] = np.frombuffer(
+    bytes.fromhex("90caf0 c19a6b d6d6cd a0522d 708090 40c4c4 e67832 785ef0 dc267f 8c143c 228b22 282828 ffc107"),
+    np.uint8,
+).reshape(-1, 3)
 """(13, 3): a colour for each class."""
 
 
@@ -71,12 +62,10 @@ class Room:
         count = self.points.shape[0]
         shapes = (self.points.shape, self.colors.shape, self.labels.shape)
         if shapes != ((count, 3), (count, 3), (count,)):
-            raise InsumShapeError(
-                f"room '{self.name}': points, colors and labels do not go together",
-                details=[f"expected (n, 3), (n, 3) and (n,); got {', '.join(map(str, shapes))}"],
-                fix="give each point three coordinates, three colours and one label.",
-                got=shapes,
-            )
+            details = [f"expected (n, 3), (n, 3) and (n,); got {', '.join(map(str, shapes))}"]
+            fix = "give each point three coordinates, three colours and one label."
+            what = f"room '{self.name}': points, colors and labels do not go together"
+            raise InsumShapeError(what, details=details, fix=fix, got=shapes)
 
     def __len__(self) -> int:
         return self.points.shape[0]
@@ -101,18 +90,15 @@ def read_points(path: str | Path, *, broken: str = "raise") -> tuple[NDArray[np.
         InsumFormatError: a line is no point; the message names file and line. Or the file is no text.
     """
     path = Path(path)
-    _check_broken(broken)
-    if is_point_file(path):
-        raise _error(path, " is a point cloud in a binary format, not text", fix="call read_point_file.")
-    text = path.read_bytes()
-    if not text.strip():
-        return np.empty((0, 3)), np.empty((0, 3), np.uint8)
+    check_choice("broken", broken, ("raise", "skip"))
+    lines = path.read_bytes().splitlines()
     try:
-        rows = np.loadtxt(text.splitlines(), dtype=np.float64, ndmin=2, comments=None, encoding="ascii")
-    except (ValueError, UnicodeDecodeError):
-        rows = None
-    if rows is None or rows.shape[1] != 6 or not _are_points(rows).all():
-        rows = _line_by_line(path, text, broken)
+        # NumPy warns of a file of blank lines.
+        rows = np.loadtxt(lines if any(map(bytes.strip, lines)) else ["nan"], ndmin=2, comments=None, encoding="ascii")
+    except ValueError:
+        rows = np.empty((1, 0))
+    if rows.shape[1] != 6 or not _are_points(rows).all():
+        rows = _line_by_line(path, lines, broken)
     return rows[:, :3], rows[:, 3:].astype(np.uint8)
 
 
@@ -120,65 +106,45 @@ def _error(path: Path, what: str, *details: str, fix: str = "correct the file.",
     return InsumFormatError(f"{path}{what}", details=details, fix=fix, file=str(path), **fields)
 
 
-def _check_broken(broken: str) -> None:
-    if broken not in ("raise", "skip"):
-        raise InsumFormatError(f"broken={broken!r} is unknown", fix="pass 'raise' or 'skip'.", got=broken)
-
-
 def _are_points(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
-    colors = rows[:, 3:]
-    whole = (colors >= 0) & (colors <= 255) & (colors == np.floor(colors))
-    return np.isfinite(rows[:, :3]).all(1) & whole.all(1)
+    return np.isfinite(rows).all(-1) & (rows[..., 3:] == (rows[..., 3:].clip(0, 255) // 1)).all(-1)
 
 
-def _line_by_line(path: Path, text: bytes, broken: str) -> NDArray[np.float64]:
+def _line_by_line(path: Path, lines: Sequence[bytes], broken: str) -> NDArray[np.float64]:
     rows: list[list[float]] = []
-    bad: list[tuple[int, str]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        parts = line.split()
-        if not parts:
-            continue
+    bad: list[int] = []
+    for number, line in enumerate(lines, start=1):
         try:
-            row = [float(part) for part in parts]
+            row = [float(part) for part in line.split()]
         except ValueError:
-            row = []
-        if len(row) == 6 and _are_points(np.array([row])).all():
+            row = [math.nan]
+        if len(row) == 6 and _are_points(np.array(row)):
             rows.append(row)
-        else:
-            bad.append((number, line.decode("latin-1").strip()))
+        elif row:
+            bad.append(number)
     if bad:
-        number, line = bad[0]
-        what, lines = f", line {number}: {line!r} is no point", tuple(n for n, _ in bad)
+        what = f", line {bad[0]}: {lines[bad[0] - 1].decode('latin-1').strip()[:80]!r} is no point"
         if broken == "raise":
             expected = "expected six numbers x y z r g b, colours from 0 to 255"
-            shown = f"{', '.join(map(str, lines[:10]))}{', ..' * (len(bad) > 10)}"
+            shown = f"{', '.join(map(str, bad[:10]))}{', ..' * (len(bad) > 10)}"
             several = f"{plural(len(bad), 'broken line')} in this file: {shown}"
             fix = "correct the line, or pass broken='skip'."
-            raise _error(path, what, expected, several, fix=fix, line=number, lines=lines)
+            raise _error(path, what, expected, several, fix=fix, line=bad[0], lines=tuple(bad))
         warnings.warn(f"{path}{what}; {len(bad)} such lines are left out", stacklevel=3)
-    return np.array(rows, dtype=np.float64).reshape(-1, 6)
+    return np.array(rows).reshape(-1, 6)
 
 
 _LABELS = ("classification", "label", "class", "labels", "semantic", "sem_class", "category")
 _COLORS = (("red", "green", "blue"), ("r", "g", "b"), ("diffuse_red", "diffuse_green", "diffuse_blue"))
-_SUFFIXES = (".ply", ".pcd")
+_LAS = (".las", ".laz")
 # What float32 may move a point by, in metres.
 _ROUNDING = 5e-4
 _Table = dict[str, NDArray[Any]]
 
 
 def is_point_file(path: str | Path) -> bool:
-    """Whether a file is one that `read_point_file` reads, rather than text: by its suffix, or as LAS begins."""
-    path = Path(path)
-    return path.suffix.lower() in _SUFFIXES or _is_las(path)
-
-
-def _is_las(path: Path) -> bool:
-    suffix = path.suffix.lower()
-    if suffix in (".las", ".laz", *_SUFFIXES) or not path.is_file():
-        return suffix in (".las", ".laz")
-    with path.open("rb") as file:
-        return file.read(4) == b"LASF"
+    """Whether a file is one that `read_point_file` reads, rather than text."""
+    return Path(path).suffix.lower() in (".ply", ".pcd", *_LAS)
 
 
 def read_point_file(path: str | Path, *, classes: Sequence[str] | None = None, broken: str = "raise") -> Room:
@@ -203,28 +169,21 @@ def read_point_file(path: str | Path, *, classes: Sequence[str] | None = None, b
             or label that `classes` names.
     """
     path = Path(path)
-    _check_broken(broken)
-    las = _is_las(path)
+    check_choice("broken", broken, ("raise", "skip"))
+    las = path.suffix.lower() in _LAS
     read = _read_las if las else _read_pcd if path.suffix.lower() == ".pcd" else _read_ply
     found = {n.lower().removeprefix("scalar_"): values for n, values in (read(path) if path.is_file() else {}).items()}
     if las and classes is None:
         del found["classification"]
     if not {*"xyz"} <= found.keys() or not len(found["x"]):
-        raise _error(
-            path,
-            " holds no points",
-            f"properties read: {', '.join(found) or 'none'}",
-            fix="check that the file exists and has points with x, y and z.",
-        )
-    if broken == "skip":
-        finite = np.logical_and.reduce([np.isfinite(found[axis]) for axis in "xyz"])
-        if not finite.all():
-            warnings.warn(f"{path}: {int((~finite).sum())} points that are not finite are left out", stacklevel=2)
-            found = {name: values[finite] for name, values in found.items()}
+        known, fix = f"properties read: {', '.join(found) or 'none'}", "check that the file exists and has x, y and z."
+        raise _error(path, " holds no points", known, fix=fix)
+    if broken == "skip" and not (finite := np.isfinite([found[axis] for axis in "xyz"]).all(0)).all():
+        warnings.warn(f"{path}: {(~finite).sum()} points that are not finite are left out", stacklevel=2)
+        found = {name: values[finite] for name, values in found.items()}
     points = np.stack([_numbers(path, found, axis) for axis in "xyz"], axis=1)
-    return Room(
-        path.stem, in_float32(path, points, always=las), _colors(path, found), _labels(path, found, classes or CLASSES)
-    )
+    labels = _labels(path, found, classes or CLASSES)
+    return Room(path.stem, in_float32(path, points, always=las), _colors(path, found), labels)
 
 
 def _numbers(path: Path, found: _Table, name: str, whole: bool = False) -> NDArray[np.float64]:
@@ -249,12 +208,12 @@ def in_float32(path: Path, points: NDArray[np.float64], always: bool = False) ->
             points = points - np.floor(points.min(0))
         narrow = points.astype(np.float32)
         lost = np.abs(narrow - points).max(0, initial=0)
-    if not np.isfinite(narrow).all() or not lost.max() <= _ROUNDING:
-        axis = "xyz"[int(np.argmax(np.where(np.isfinite(lost), lost, np.inf)))]
-        what = f": property '{axis}' spans {np.ptp(points[:, 'xyz'.index(axis)]):g}"
-        if not np.isfinite(narrow).all():
-            raise _error(path, f"{what}, which float32 does not hold")
-        warnings.warn(f"{path}{what}, and points are rounded by up to {lost.max():g}", stacklevel=3)
+    axis = int(lost.argmax())
+    what = f": property '{'xyz'[axis]}' spans {points[:, axis].max(initial=0):g}"
+    if not np.isfinite(lost[axis]):
+        raise _error(path, f"{what}, which float32 does not hold")
+    if lost[axis] > _ROUNDING:
+        warnings.warn(f"{path}{what}, and points are rounded by up to {lost[axis]:g}", stacklevel=3)
     return narrow
 
 
@@ -287,13 +246,10 @@ def _labels(path: Path, found: _Table, classes: Sequence[str]) -> NDArray[np.int
     labels = _numbers(path, found, name, whole=True)
     strangers = [each for each in classes if each not in CLASSES]
     if strangers or labels.max() >= len(classes) or labels.min() < UNLABELLED:
-        raise _error(
-            path,
-            ": labels and classes do not go together",
-            f"'{name}' from {labels.min():.0f} to {labels.max():.0f}; {len(classes)} classes given",
-            f"names that are none of S3DIS: {strangers or 'none'}",
-            fix=f"pass classes= in the file's own order, out of {', '.join(CLASSES)}.",
-        )
+        span = f"'{name}' from {labels.min():.0f} to {labels.max():.0f}; {len(classes)} classes given"
+        unknown = f"names that are none of S3DIS: {strangers or 'none'}"
+        fix = f"pass classes= in the file's own order, out of {', '.join(CLASSES)}."
+        raise _error(path, ": labels and classes do not go together", span, unknown, fix=fix)
     return np.array([*map(CLASSES.index, classes), UNLABELLED])[labels.astype(np.int64)]
 
 
@@ -394,8 +350,8 @@ def write_ply(
     columns: list[NDArray[Any]] = [*points.astype(np.result_type(points, np.float32)).T, *colors.astype(np.uint8).T]
     columns += [] if labels is None else [labels.astype(np.int32)]
     fields = [*zip(("x", "y", "z", *_COLORS[0], "classification"), (column.dtype for column in columns), strict=False)]
+    plyfile = import_extra("plyfile", "PLY files")
+    vertices = plyfile.PlyElement.describe(np.rec.fromarrays(columns, dtype=fields), "vertex")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _library("plyfile", path) as plyfile:
-        vertices = plyfile.PlyElement.describe(np.rec.fromarrays(columns, dtype=fields), "vertex")
     plyfile.PlyData([vertices]).write(str(path))
     return path

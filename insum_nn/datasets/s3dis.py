@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -19,8 +18,9 @@ from insum_nn.compiler.schedule.cache_folder import read, sealed, unsealed, writ
 from insum_nn.datasets.rooms import CLASSES, UNLABELLED, Room, in_float32, is_point_file, read_point_file, read_points
 from insum_nn.datasets.voxels import voxelize
 from insum_nn.errors import InsumNameError
+from insum_nn.faults import check_choice
 
-__all__ = ["S3DIS", "VoxelBatch", "VoxelSample", "collate", "read_room", "voxel_sample"]
+__all__ = ["S3DIS", "VoxelBatch", "VoxelRooms", "VoxelSample", "collate", "read_room", "voxel_sample"]
 
 _SPLITS = {"train": (1, 2, 3, 4, 6), "val": (5,)}
 # In the published annotations a few stairs stand beside the 13 classes; by custom they count as clutter.
@@ -60,17 +60,13 @@ def read_room(path: str | Path, *, broken: Literal["raise", "skip"] = "raise") -
 
 def _room_files(folder: Path) -> list[Path]:
     """The annotations of a room, or its points without labels."""
-    files = sorted((folder / "Annotations").glob("*.txt"))
-    files = [file for file in files if not file.name.startswith(".")]
+    files = sorted(file for file in (folder / "Annotations").glob("*.txt") if not file.name.startswith("."))
     if not files:
         files = [file for file in (folder / f"{folder.name}.txt", folder / "room.txt") if file.is_file()][:1]
     if not files:
-        raise InsumNameError(
-            f"there is no room at {folder}",
-            details=[f"expected {folder}/Annotations/<class>_<number>.txt, or {folder}/{folder.name}.txt"],
-            fix="pass the folder of a room, as Area_1/office_1.",
-            path=str(folder),
-        )
+        details = [f"expected {folder}/Annotations/<class>_<number>.txt, or {folder}/{folder.name}.txt"]
+        fix = "pass the folder of a room, as Area_1/office_1."
+        raise InsumNameError(f"there is no room at {folder}", details=details, fix=fix, path=str(folder))
     return files
 
 
@@ -79,14 +75,7 @@ def _label_of(file: Path) -> int:
         return UNLABELLED
     word = file.stem.partition("_")[0]
     word = _ALIASES.get(word, word)
-    if word not in CLASSES:
-        raise InsumNameError(
-            f"{file}: '{word}' is no class of S3DIS",
-            details=[f"classes: {', '.join(CLASSES)}"],
-            fix="name annotation files <class>_<number>.txt.",
-            path=str(file),
-            got=word,
-        )
+    check_choice(f"the class of {file}", word, CLASSES, InsumNameError)
     return CLASSES.index(word)
 
 
@@ -134,8 +123,8 @@ class VoxelBatch:
 
     def to(self, device: torch.device | str) -> VoxelBatch:
         """The batch on a device; the samples stay where they are."""
-        tensors = (self.features.to(device), self.indices.to(device))
-        return VoxelBatch(*tensors, self.spatial_shape, self.batch_size, self.labels.to(device), self.samples)
+        moved = {name: getattr(self, name).to(device) for name in ("features", "indices", "labels")}
+        return replace(self, **moved)
 
 
 def voxel_sample(room: Room, voxel_size: float = 0.05) -> VoxelSample:
@@ -151,35 +140,40 @@ def voxel_sample(room: Room, voxel_size: float = 0.05) -> VoxelSample:
         points = points - np.array([(low[0] + high[0]) / 2, (low[1] + high[1]) / 2, low[2]])
     features = np.concatenate([points, room.colors / 127.5 - 1], axis=1)
     voxels = voxelize(room.points, voxel_size, labels=room.labels, features=features)
-    return VoxelSample(
-        room,
-        torch.from_numpy(voxels.coordinates),
-        voxels.spatial_shape,
-        _tensor(voxels.features),
-        _tensor(voxels.labels),
-        torch.from_numpy(voxels.inverse),
-    )
-
-
-def _tensor(array: NDArray[Any] | None) -> Tensor:
-    return torch.from_numpy(np.zeros(0) if array is None else array)
+    arrays: Any = (voxels.coordinates, voxels.features, voxels.labels, voxels.inverse)
+    indices, means, labels, inverse = map(torch.from_numpy, arrays)
+    return VoxelSample(room, indices, voxels.spatial_shape, means, labels, inverse)
 
 
 def collate(samples: Sequence[VoxelSample]) -> VoxelBatch:
     """Join samples into a batch; `collate_fn` of a data loader."""
     rows = [torch.nn.functional.pad(s.indices, (1, 0), value=place) for place, s in enumerate(samples)]
-    shape = tuple(max(extents) for extents in zip(*(s.spatial_shape for s in samples), strict=True))
-    return VoxelBatch(
-        torch.cat([s.features for s in samples]),
-        torch.cat(rows),
-        shape,
-        len(samples),
-        torch.cat([s.labels for s in samples]),
-        tuple(samples),
-    )
+    shape = tuple(np.max([s.spatial_shape for s in samples], axis=0).tolist())
+    features, labels = torch.cat([s.features for s in samples]), torch.cat([s.labels for s in samples])
+    return VoxelBatch(features, torch.cat(rows), shape, len(samples), labels, tuple(samples))
 
 
-class S3DIS(Dataset[VoxelSample]):
+class VoxelRooms(Dataset[VoxelSample]):
+    """Rooms as voxels: a subclass says how many there are, and what the points of each are.
+
+    Args:
+        voxel_size: edge in metres.
+        transform: applied to each `Room` before it is cut into voxels.
+    """
+
+    def __init__(self, voxel_size: float, transform: Callable[[Room], Room] | None) -> None:
+        self.voxel_size, self.transform = voxel_size, transform
+
+    def __getitem__(self, index: int) -> VoxelSample:
+        room = self.room(index)
+        return voxel_sample(room if self.transform is None else self.transform(room), self.voxel_size)
+
+    def room(self, index: int) -> Room:
+        """The points of a room."""
+        raise NotImplementedError
+
+
+class S3DIS(VoxelRooms):
     """The rooms of S3DIS as voxels.
 
     Expects the owner's layout `root/Area_<k>/<room>/Annotations/<class>_<number>.txt`; nothing is downloaded. By custom
@@ -213,42 +207,32 @@ class S3DIS(Dataset[VoxelSample]):
         broken: Literal["raise", "skip"] = "raise",
         transform: Callable[[Room], Room] | None = None,
     ) -> None:
-        self.root = Path(root)
-        self.voxel_size = voxel_size
+        super().__init__(voxel_size, transform)
         self.broken: Literal["raise", "skip"] = broken
-        self.transform = transform
         self.cache = "s3dis" if cache == "auto" else None if cache is None else Path(cache)
-        if split is not None and split not in _SPLITS:
-            raise InsumNameError(f"there is no split '{split}'", fix="pass 'train', 'val' or None.", got=split)
-        wanted = areas if areas is not None else _SPLITS[split] if split is not None else None
-        self.paths = self._find(wanted, rooms)
-
-    def _find(self, areas: Sequence[int] | None, rooms: Sequence[str] | None) -> list[Path]:
-        folders = sorted(self.root.glob("Area_*")) if areas is None else [self.root / f"Area_{k}" for k in areas]
-        found = [room for folder in folders for room in sorted(folder.glob("*")) if _is_room(room)]
-        if rooms is not None:
-            names = set(rooms)
-            found = [room for room in found if room.name in names or f"{room.parent.name}/{room.name}" in names]
-        if not found:
-            areas_there = [path.name for path in sorted(self.root.glob("Area_*"))]
-            raise InsumNameError(
-                f"no room of S3DIS under {self.root}",
-                details=[
-                    f"areas asked for: {'all' if areas is None else list(areas)}; there: {areas_there or 'none'}",
-                    f"rooms asked for: {'all' if rooms is None else list(rooms)}",
-                    "expected Area_<k>/<room>/Annotations/<class>_<number>.txt",
-                ],
-                fix="pass the folder that holds Area_1 and so on.",
-                path=str(self.root),
-            )
-        return found
+        if split is not None:
+            check_choice("split", split, [*_SPLITS], InsumNameError)
+            areas = _SPLITS[split] if areas is None else areas
+        folders = sorted(Path(root).glob("Area_*"))
+        names = {*(rooms or [])}
+        self.paths = [
+            room
+            for folder in folders
+            if areas is None or folder.name in {f"Area_{area}" for area in areas}
+            for room in sorted(folder.glob("*"))
+            if _is_room(room) and (rooms is None or names & {room.name, f"{folder.name}/{room.name}"})
+        ]
+        if not self.paths:
+            details = [
+                f"areas asked for: {'all' if areas is None else [*areas]}; there: {[f.name for f in folders]}",
+                f"rooms asked for: {'all' if rooms is None else [*rooms]}",
+                "expected Area_<k>/<room>/Annotations/<class>_<number>.txt",
+            ]
+            fix = "pass the folder that holds Area_1 and so on."
+            raise InsumNameError(f"no room of S3DIS under {root}", details=details, fix=fix, path=str(root))
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    def __getitem__(self, index: int) -> VoxelSample:
-        room = self.room(index)
-        return voxel_sample(room if self.transform is None else self.transform(room), self.voxel_size)
 
     def room(self, index: int) -> Room:
         """The points of a room, from the cache where it is up to date."""
@@ -256,13 +240,11 @@ class S3DIS(Dataset[VoxelSample]):
         if self.cache is None:
             return read_room(path, broken=self.broken)
         file = f"{path.parent.name}-{path.name}-{_fingerprint(path, self.broken)}.npz"
-        held = unsealed(read(self.cache, file))
-        if held is not None:
+        if (held := unsealed(read(self.cache, file))) is not None:
             with np.load(io.BytesIO(held)) as arrays:
                 labels = arrays["labels"].astype(np.int64)
                 return Room(f"{path.parent.name}/{path.name}", arrays["points"], arrays["colors"], labels)
-        room = read_room(path, broken=self.broken)
-        data = io.BytesIO()
+        room, data = read_room(path, broken=self.broken), io.BytesIO()
         np.savez(data, points=room.points, colors=room.colors, labels=room.labels.astype(np.int8))
         write(self.cache, file, sealed(data.getvalue()))
         return room

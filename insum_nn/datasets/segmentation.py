@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from insum_nn.datasets.rooms import CLASSES, PALETTE, Room
+from insum_nn.datasets.rooms import CLASSES, PALETTE, UNLABELLED, Room
 from insum_nn.errors import import_extra
 
 __all__ = ["class_colors", "draw_rooms", "random_pose"]
@@ -33,13 +34,11 @@ def random_pose(room: Room) -> Room:
     draw = torch.rand(6).tolist()
     points = room.points.copy()
     for _ in range(int(4 * draw[0])):
-        points[:, 0], points[:, 1] = -points[:, 1].copy(), points[:, 0].copy()
-    if draw[1] < 0.5:
-        points[:, 0] *= -1
+        points[:, 0], points[:, 1] = -points[:, 1], points[:, 0].copy()
+    points[:, 0] *= -1 if draw[1] < 0.5 else 1
     points *= np.float32(0.95 + 0.1 * draw[2])
     tint = 0.85 + 0.3 * np.array(draw[3:], np.float32)
-    colors = np.clip(room.colors * tint, 0, 255).astype(np.uint8)
-    return Room(room.name, points, colors, room.labels)
+    return replace(room, points=points, colors=np.clip(room.colors * tint, 0, 255).astype(np.uint8))
 
 
 def class_colors(labels: NDArray[np.integer]) -> NDArray[np.uint8]:
@@ -67,27 +66,23 @@ def draw_rooms(rooms: Sequence[tuple[Room, NDArray[np.integer]]], path: str | Pa
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    parts = ("figure", "backends.backend_agg", "patches")
-    figures, agg, patches = (import_extra(f"matplotlib.{part}", "pictures of rooms") for part in parts)
+    figures, patches = (import_extra(f"matplotlib.{part}", "pictures of rooms") for part in ("figure", "patches"))
     labelled = any((room.labels >= 0).any() for room, _ in rooms)
-    columns = ["colours", *(["true classes"] if labelled else []), "predicted classes"]
-    figure: Any = figures.Figure(figsize=(3.3 * len(columns), 3.0 * len(rooms) + 0.5), layout="constrained")
-    agg.FigureCanvasAgg(figure)
+    titles = ["colours", *["true classes"] * labelled, "predicted classes"]
+    figure: Any = figures.Figure(figsize=(3.3 * len(titles), 3.0 * len(rooms) + 0.5), layout="constrained")
+    panels = figure.subplots(len(rooms), len(titles), squeeze=False, subplot_kw={"projection": "3d"})
     shown: set[int] = set()
-    for row, (room, predicted) in enumerate(rooms):
+    for row, (room, predicted) in zip(panels, rooms, strict=True):
         keep = _visible(room, predicted)
-        panels = [room.colors[keep], *([class_colors(room.labels[keep])] if labelled else [])]
-        for column, colors in enumerate([*panels, class_colors(predicted[keep])]):
-            axes = figure.add_subplot(len(rooms), len(columns), row * len(columns) + column + 1, projection="3d")
+        classes = [*[room.labels[keep]] * labelled, predicted[keep]]
+        for axes, colors in zip(row, [room.colors[keep], *map(class_colors, classes)], strict=True):
             _scatter(axes, room.points[keep], colors)
-            if row == 0:
-                axes.set_title(columns[column], fontsize=9)
-            if column == 0:
-                # Beside its row, where a long name meets neither another title nor another room.
-                axes.text2D(
-                    0, 0.5, room.name, transform=axes.transAxes, fontsize=9, rotation=90, va="center", ha="right"
-                )
-        shown |= {int(i) for i in np.unique(np.concatenate([room.labels[keep], predicted[keep]])) if i >= 0}
+        # Beside its row, where a long name meets neither another title nor another room.
+        place = {"transform": row[0].transAxes, "rotation": 90, "va": "center", "ha": "right"}
+        row[0].text2D(0, 0.5, room.name, fontsize=9, **place)
+        shown |= {*np.concatenate(classes).tolist()} - {UNLABELLED}
+    for axes, title in zip(panels[0], titles, strict=True):
+        axes.set_title(title, fontsize=9)
     handles = [patches.Patch(facecolor=tuple(PALETTE[i] / 255), label=CLASSES[i]) for i in sorted(shown)]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(7, len(handles)), frameon=False, fontsize=8)
     path = Path(path)

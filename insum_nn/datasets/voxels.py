@@ -63,50 +63,6 @@ def voxelize(
     ([[0, 0], [2, 0]], [3, 1], [0, 0, 1])
     """
     points = np.asarray(points)
-    _check(points, voxel_size, labels, features)
-    wide = points.astype(np.float64)
-    cells = np.floor((wide - wide.min(0, initial=np.inf)) / voxel_size)
-    extents = [int(top) + 1 for top in cells.max(0, initial=0)]
-    if math.prod(extents) > 1 << 62 or max(extents) > 1 << 31:
-        raise InsumOverflowError(
-            f"a grid of {' x '.join(map(str, extents))} voxels cannot be numbered",
-            details=[f"voxel_size {voxel_size}"],
-            fix="use larger voxels, or remove points far from the others.",
-            got=tuple(extents),
-        )
-    cells = cells.astype(np.int64)
-    key = np.ravel_multi_index(tuple(cells.T), extents)
-    _, first, inverse, counts = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
-    inverse = inverse.reshape(-1)
-    majority = None if labels is None else _majority(np.asarray(labels).astype(np.int64), inverse, len(counts))
-    means = None if features is None else _means(np.asarray(features), inverse, counts)
-    return Voxels(cells[first].astype(np.int32), tuple(extents), majority, means, counts, inverse)
-
-
-def _majority(labels: NDArray[np.int64], inverse: NDArray[np.int64], voxels: int) -> NDArray[np.int64]:
-    voting = labels >= 0
-    kinds = int(labels.max(initial=0)) + 1
-    result = np.full(voxels, -1, np.int64)
-    # One key for a (voxel, label) pair that occurs: memory goes with points, not with voxels times labels.
-    pairs, votes = np.unique(inverse[voting] * kinds + labels[voting], return_counts=True)
-    # By most votes, then smallest label; the first of each voxel wins.
-    order = np.lexsort((pairs % kinds, -votes))
-    voted, winners = np.unique(pairs[order] // kinds, return_index=True)
-    result[voted] = pairs[order][winners] % kinds
-    return result
-
-
-def _means(features: NDArray[np.generic], inverse: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float32]:
-    columns = [np.bincount(inverse, weights=column, minlength=len(counts)) for column in features.astype(np.float64).T]
-    return (np.stack(columns, 1) / counts[:, None] if columns else np.zeros((len(counts), 0))).astype(np.float32)
-
-
-def _check(
-    points: NDArray[np.floating],
-    voxel_size: float,
-    labels: NDArray[np.integer] | None,
-    features: NDArray[np.generic] | None,
-) -> None:
     shapes = [getattr(part, "shape", None) for part in (points, labels, features)]
     if points.ndim != 2 or any(shape is not None and shape[:1] != points.shape[:1] for shape in shapes):
         raise InsumShapeError(
@@ -119,9 +75,34 @@ def _check(
         raise InsumFormatError(f"voxelize: 'voxel_size' is {voxel_size}", fix="pass a positive length.", got=voxel_size)
     broken = np.flatnonzero(~np.isfinite(points).all(1))
     if len(broken):
-        raise InsumFormatError(
-            f"voxelize: point {broken[0]} is {points[broken[0]].tolist()}",
-            details=[f"{len(broken)} of {len(points)} points are not finite"],
-            fix="remove those points.",
-            row=int(broken[0]),
-        )
+        what = f"voxelize: point {broken[0]} is {points[broken[0]].tolist()}"
+        details = [f"{len(broken)} of {len(points)} points are not finite"]
+        raise InsumFormatError(what, details=details, fix="remove those points.", row=int(broken[0]))
+    wide = points.astype(np.float64)
+    cells = np.floor((wide - wide.min(0, initial=np.inf)) / voxel_size)
+    extents = [int(top) + 1 for top in cells.max(0, initial=0)]
+    if math.prod(extents) > 1 << 62 or max(extents) > 1 << 31:
+        what, fix = f"a grid of {' x '.join(map(str, extents))} voxels cannot be numbered", "use larger voxels."
+        raise InsumOverflowError(what, details=[f"voxel_size {voxel_size}"], fix=fix, got=tuple(extents))
+    key = np.ravel_multi_index(tuple(cells.astype(np.int64).T), extents)
+    _, first, inverse, counts = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+    majority = None if labels is None else _majority(np.asarray(labels).astype(np.int64), inverse, len(counts))
+    means = None if features is None else _means(np.asarray(features), inverse, counts)
+    return Voxels(cells[first].astype(np.int32), tuple(extents), majority, means, counts, inverse)
+
+
+def _majority(labels: NDArray[np.int64], inverse: NDArray[np.int64], voxels: int) -> NDArray[np.int64]:
+    voting = labels >= 0
+    kinds = int(labels.max(initial=0)) + 1
+    result = np.full(voxels, -1, np.int64)
+    # One key for a (voxel, label) pair that occurs: memory goes with points, not with voxels times labels.
+    pairs, votes = np.unique(inverse[voting] * kinds + labels[voting], return_counts=True)
+    # Of a voxel's pairs the last one is kept: that of most votes, of these that of the smallest label.
+    pairs = pairs[np.lexsort((-pairs, votes))]
+    result[pairs // kinds] = pairs % kinds
+    return result
+
+
+def _means(features: NDArray[np.generic], inverse: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float32]:
+    sums = [np.bincount(inverse, column, len(counts)) for column in features.astype(np.float64).T]
+    return (np.reshape(sums, (len(sums), len(counts))) / counts).T.astype(np.float32, order="C")

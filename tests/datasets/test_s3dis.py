@@ -61,7 +61,7 @@ class TestReading:
     def test_stairs_are_clutter_and_other_words_an_error(self, root):
         assert read_room(root / "Area_1" / "office_2").labels.tolist() == [CLASSES.index("clutter")]
         bad = write_points(root / "Area_1" / "office_2" / "Annotations" / "lamp_1.txt", [(0, 0, 0, 1, 2, 3)])
-        with pytest.raises(InsumNameError, match="lamp_1.txt: 'lamp' is no class of S3DIS"):
+        with pytest.raises(InsumNameError, match="the class of .*lamp_1.txt is 'lamp'"):
             read_room(bad.parent.parent)
 
     def test_a_room_without_annotations_has_no_labels(self, root):
@@ -105,7 +105,7 @@ class TestReading:
             points, colors = read_points(path, broken="skip")
         assert points.tolist() == [[0, 0, 0], [1, 1, 1]]
         assert colors.tolist() == [[1, 2, 3], [4, 5, 6]]
-        with pytest.raises(InsumFormatError, match="broken='drop' is unknown"):
+        with pytest.raises(InsumFormatError, match="broken is 'drop'"):
             read_points(path, broken="drop")
 
     def test_empty_and_last_line_without_end(self, tmp_path):
@@ -134,13 +134,13 @@ class TestPointFiles:
         with pytest.raises(MissingExtraError, match="pip install plyfile"):
             write_ply(tmp_path / "a.ply", np.zeros((1, 3)), np.zeros((1, 3), np.uint8))
 
-    @pytest.mark.parametrize("name", ["a.las", "a.LAZ", "a.txt"])
+    @pytest.mark.parametrize("name", ["a.las", "a.LAZ"])
     def test_without_laspy_the_package_is_named(self, monkeypatch, tmp_path, name):
         monkeypatch.setitem(sys.modules, "laspy", None)
         (tmp_path / name).write_bytes(b"LASF" + bytes(400))
         with pytest.raises(MissingExtraError, match=r"pip install 'laspy\[lazrs\]'"):
             read_room(tmp_path / name)
-        with pytest.raises(InsumFormatError, match="is a point cloud in a binary format"):
+        with pytest.raises(InsumFormatError, match=rf"{name}, line 1: 'LASF.*' is no point"):
             read_points(tmp_path / name)
 
     @pytest.mark.parametrize("name", ["cloud.las", "cloud.laz"])
@@ -199,7 +199,7 @@ class TestDataset:
         assert len(S3DIS(root, split="val", cache=cache)) == 1
         assert len(S3DIS(root, areas=[5], cache=cache)) == 1
         assert len(S3DIS(root, rooms=["office_2", "Area_5/hall_1"], cache=cache)) == 2
-        with pytest.raises(InsumNameError, match="there is no split 'test'"):
+        with pytest.raises(InsumNameError, match="split is 'test'"):
             S3DIS(root, split="test")
         with pytest.raises(InsumNameError, match=r"asked for: \[2\]; there: \['Area_1', 'Area_5'\]"):
             S3DIS(root, areas=[2])
