@@ -165,7 +165,6 @@ CALLS_A_LIBRARY: dict[str, str] = {
     "insum_nn/layers/pruned/block_sparse_linear.py": "initial values; the dense gradient by which blocks are regrown",
     "insum_nn/layers/pruned/pruned_conv2d.py": "initial values, and `to_dense`",
     "insum_nn/layers/spconv/core.py": "spconv's functions on its tables of pairs",
-    "insum_nn/layers/spconv/hash.py": "spconv's tables of keys: integers",
     "insum_nn/layers/spconv/table_ops.py": "spconv's functions on its tables of pairs",
     "insum_nn/layers/spconv/utils.py": "numbers of voxels and points: integers",
     "insum_nn/layers/voxel/conv_base.py": "what `torch.jit.trace` can record of a kernel of one cell",

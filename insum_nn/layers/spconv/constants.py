@@ -1,5 +1,7 @@
 """`spconv.constants` and `spconv.pytorch.constants`: facts about the layers, and hints, which are not read.
 
+As spconv's, this file has no `__all__`: projects read and set the names one by one.
+
 In place of `SPCONV_ALLOW_TF32` give layers `options=Options(precision="tf32")`, or call
 `torch.set_float32_matmul_precision`.
 """
@@ -14,35 +16,6 @@ from typing import Any
 import torch
 
 from insum_nn.errors import InsumNameError
-
-__all__ = [
-    "ALL_WEIGHT_IS_KRSC",
-    "BOOST_ROOT",
-    "DISABLE_JIT",
-    "EDITABLE_INSTALLED",
-    "FILTER_HWIO",
-    "NDIM_DONT_CARE",
-    "PACKAGE_NAME",
-    "PACKAGE_ROOT",
-    "PYTORCH_VERSION",
-    "SAVED_WEIGHT_LAYOUT",
-    "SPCONV_ALLOW_TF32",
-    "SPCONV_BWD_SPLITK",
-    "SPCONV_CPP_GEMM",
-    "SPCONV_CPP_INDICE_PAIRS",
-    "SPCONV_CPP_INDICE_PAIRS_IGEMM",
-    "SPCONV_DEBUG_CPP_ONLY",
-    "SPCONV_DEBUG_NVRTC_KERNELS",
-    "SPCONV_DEBUG_SAVE_PATH",
-    "SPCONV_DEBUG_WEIGHT",
-    "SPCONV_DIRECT_TABLE_HASH_SIZE_SCALE",
-    "SPCONV_DO_SORT",
-    "SPCONV_FX_TRACE_MODE",
-    "SPCONV_INT8_DEBUG",
-    "SPCONV_USE_DIRECT_TABLE",
-    "TORCH_HAS_AMP",
-    "is_amp_enabled",
-]
 
 PACKAGE_NAME = "spconv"
 PACKAGE_ROOT = Path(__file__).parent.resolve()

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumNameError, import_extra
+from insum_nn.errors import InsumDeviceError, import_extra
+from insum_nn.faults import Faults
 
 __all__ = ["get_arch", "get_current_stream", "torch_tensor_to_tv", "torch_tensors_to_tv"]
 
@@ -46,23 +47,14 @@ def torch_tensor_to_tv(
         InsumDeviceError: the tensor is on another kind of device.
     """
     tv = import_extra("cumm.tensorview", "torch_tensor_to_tv; functions of this package take the torch tensor")
+    faults = Faults("torch_tensor_to_tv")
     if dtype is None:
-        if ten.dtype not in _NAMES:
-            raise InsumDtypeError(
-                f"torch_tensor_to_tv: cumm has no {str(ten.dtype).removeprefix('torch.')}",
-                fix="convert the tensor first.",
-                argument="ten",
-                got=ten.dtype,
-            )
-        dtype = getattr(tv, _NAMES[ten.dtype])
+        faults.dtype_among("ten", ten.dtype, [*_NAMES], fix="convert the tensor first.")
     if ten.device.type not in ("cpu", "cuda"):
-        raise InsumDeviceError(
-            f"torch_tensor_to_tv: 'ten' is on {ten.device}",
-            details=["expected a CPU or a CUDA device"],
-            fix="move the tensor first.",
-            argument="ten",
-            got=ten.device,
-        )
+        message = f"is on {ten.device}, expected a CPU or a CUDA device"
+        faults.add(InsumDeviceError, "ten", message, fix="move the tensor first.")
+    faults.raise_all()
+    dtype = getattr(tv, _NAMES[ten.dtype]) if dtype is None else dtype
     device = -1 if ten.device.type == "cpu" else 0
     if shape is not None and stride is None and ten.is_contiguous():
         return tv.from_blob(ten.data_ptr(), list(shape), dtype, device)
@@ -73,13 +65,3 @@ def torch_tensor_to_tv(
 def torch_tensors_to_tv(*tens: Tensor) -> Iterator[Any]:
     """`torch_tensor_to_tv` of each."""
     return (torch_tensor_to_tv(ten) for ten in tens)
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("TorchAllocator", "TorchSpconvMatmul"):
-        raise InsumNameError(
-            f"cppcore.{name} hands torch's memory to spconv's compiled code, which this package has not",
-            fix="call insum_nn.layers.spconv.ops.indice_conv or implicit_gemm, which take torch tensors.",
-            name=name,
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import InsumDtypeError, InsumShapeError
@@ -39,20 +40,12 @@ class HashTable:
         self.device = torch.device(device)
         self.is_cpu = self.device.type == "cpu"
         self.key_dtype, self.value_dtype, self.max_size = key_dtype, value_dtype, max_size
-        if key_dtype not in INDEX_DTYPES:
-            raise InsumDtypeError(
-                f"HashTable: keys must be int32 or int64, got {str(key_dtype).removeprefix('torch.')}",
-                fix="pass key_dtype=torch.int64.",
-                argument="key_dtype",
-                got=key_dtype,
-            )
+        faults = Faults("HashTable")
+        faults.dtype_among("key_dtype", key_dtype, INDEX_DTYPES, fix="pass key_dtype=torch.int64.")
         if not self.is_cpu and max_size <= 0:
-            raise InsumShapeError(
-                f"HashTable: a table on {self.device.type} needs 'max_size', got {max_size}",
-                fix="pass the number of keys that may be stored, usually twice those that will be.",
-                argument="max_size",
-                got=max_size,
-            )
+            message = f"is {max_size}, and a table on {self.device.type} holds so many keys"
+            faults.add(InsumShapeError, "max_size", message, fix="pass twice the number of keys that will be stored.")
+        faults.raise_all()
         self._keys = torch.empty(0, dtype=key_dtype, device=self.device)
         self._values = torch.empty(0, dtype=value_dtype, device=self.device)
 
@@ -67,24 +60,19 @@ class HashTable:
             InsumShapeError: more than `max_size` keys.
         """
         self._check("insert", keys, values)
-        if values is None:
-            new = keys[~self._find(keys)[1]].unique()
-            keys, values = new, torch.zeros(new.shape[0], dtype=self.value_dtype, device=self.device)
-        every = torch.cat([self._keys, keys.to(self.device)])
-        ordered, order = every.sort(stable=True)
+        values = self.query(keys)[0] if values is None else values
+        every, order = torch.cat([self._keys, keys.to(self.device)]).sort(stable=True)
         # The last of equal keys, which the sort keeps in their order.
-        last = torch.ones_like(ordered, dtype=torch.bool)
-        last[:-1] = ordered[1:] != ordered[:-1]
-        count = int(last.sum())
-        if not self.is_cpu and count > self.max_size:
-            raise InsumShapeError(
-                f"HashTable: {count} keys, and max_size is {self.max_size}",
-                fix="make the table with a larger max_size.",
-                expected=self.max_size,
-                got=count,
-            )
-        self._keys = ordered[last]
+        last = torch.ones_like(every, dtype=torch.bool)
+        last[:-1] = every[1:] != every[:-1]
+        known = every[last]
+        if not self.is_cpu and known.shape[0] > self.max_size:
+            message = f"is {self.max_size}, and there are {known.shape[0]} keys"
+            faults = Faults("HashTable.insert")
+            faults.add(InsumShapeError, "max_size", message, fix="make the table with a larger max_size.")
+            faults.raise_all()
         self._values = torch.cat([self._values, values.to(self.device, self.value_dtype)])[order[last]]
+        self._keys = known
 
     def query(self, keys: Tensor, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Look keys up.
@@ -97,7 +85,10 @@ class HashTable:
             The values, and (n,) bool: whether a key is not there.
         """
         self._check("query", keys, values)
-        place, there = self._find(keys)
+        wanted = keys.to(self.device)
+        place = torch.searchsorted(self._keys, wanted.contiguous())
+        # The place after the last key is that of no key.
+        there = (pad(self._keys, (0, 1))[place] == wanted) & (place < self._keys.shape[0])
         out = torch.zeros(keys.shape[0], dtype=self.value_dtype, device=keys.device) if values is None else values
         out[there] = self._values[place[there]].to(out)
         return out, ~there
@@ -109,43 +100,24 @@ class HashTable:
             (n,) uint8: 1 where a key is not there.
         """
         self._check("insert_exist_keys", keys, values)
-        place, there = self._find(keys)
-        # Writes to one place have no order on a GPU, so the last one is found first.
-        last = torch.full_like(self._keys, -1, dtype=torch.int64)
-        last.scatter_reduce_(0, place[there], there.nonzero().flatten(), "amax")
-        written = last >= 0
-        self._values[written] = values[last[written]].to(self._values)
-        return (~there).to(torch.uint8)
+        missing = self.query(keys)[1]
+        self.insert(keys[~missing], values[~missing])
+        return missing.to(torch.uint8)
 
     def assign_arange_(self) -> Tensor:
         """Number the keys from 0, in ascending order; (1,): how many there are."""
         self._values = torch.arange(self._keys.shape[0], device=self.device).to(self.value_dtype)
-        return self._count()
+        return self.items()[2]
 
     def items(self, max_size: int = -1) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and (1,) their number.
 
         On a CPU these are all; elsewhere they stand at the beginning of tensors of `max_size`, by default the table's.
         """
-        if self.is_cpu:
-            return self._keys.clone(), self._values.clone(), self._count()
-        size = self.max_size if max_size == -1 else max_size
-        padded = [torch.zeros(size, dtype=t.dtype, device=self.device) for t in (self._keys, self._values)]
-        for target, source in zip(padded, (self._keys, self._values), strict=True):
-            target[: source.shape[0]] = source[:size]
-        return padded[0], padded[1], self._count()
-
-    def _count(self) -> Tensor:
-        dtype = torch.int64 if self.is_cpu else self.key_dtype
-        return torch.tensor([self._keys.shape[0]], dtype=dtype, device=self.device)
-
-    def _find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where each key stands, and whether it does."""
-        wanted = keys.to(self.device)
-        if not self._keys.shape[0]:
-            return torch.zeros_like(wanted, dtype=torch.int64), torch.zeros_like(wanted, dtype=torch.bool)
-        place = torch.searchsorted(self._keys, wanted.contiguous()).clamp_(max=self._keys.shape[0] - 1)
-        return place, self._keys[place] == wanted
+        count = self._keys.shape[0]
+        size = count if self.is_cpu else self.max_size if max_size == -1 else max_size
+        number = torch.tensor([count], dtype=torch.int64 if self.is_cpu else self.key_dtype, device=self.device)
+        return pad(self._keys, (0, size - count)), pad(self._values, (0, size - count)), number
 
     def _check(self, method: str, keys: Tensor, values: Tensor | None) -> None:
         faults = Faults(f"HashTable.{method}")

@@ -1,11 +1,7 @@
-"""`spconv.pytorch.modules`: containers and small modules."""
+"""`spconv.pytorch.modules`: containers, and what kind of module one is."""
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
-import torch
 from torch import nn
 
 from insum_nn.layers.voxel.conv import SparseConvolution
@@ -16,11 +12,8 @@ from insum_nn.layers.voxel.sequential import (
     SparseSequential,
     assign_name_for_sparse_modules,
 )
-from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
 __all__ = [
-    "PrintCurrentTime",
-    "PrintTensorMeta",
     "SparseBatchNorm",
     "SparseIdentity",
     "SparseModule",
@@ -41,31 +34,3 @@ def is_spconv_module(module: nn.Module) -> bool:
 def is_sparse_conv(module: nn.Module) -> bool:
     """Return whether a module is a sparse convolution."""
     return isinstance(module, SparseConvolution)
-
-
-class PrintTensorMeta(nn.Module):
-    """Print the least, the greatest and the mean number of a tensor, or of a sparse tensor's features."""
-
-    def forward(self, x: Any) -> Any:
-        """Print, and return `x`."""
-        numbers = x.features if isinstance(x, SparseConvTensor) else x
-        if isinstance(numbers, torch.Tensor):
-            print(numbers.min(), numbers.max(), numbers.mean())
-        return x
-
-
-class PrintCurrentTime(nn.Module):
-    """Print the seconds since the module was made, or since a call with `reset=True`, when all work is done."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_time = time.time()
-
-    def forward(self, x: Any, msg: str = "", reset: bool = False) -> Any:
-        """Print, and return `x`."""
-        if reset:
-            self.first_time = time.time()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        print(msg, time.time() - self.first_time)
-        return x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -29,13 +29,14 @@ __all__ = [
 ]
 
 
-class PointToVoxel:
+class PointToVoxel(OfDimension):
     """Sorts the points of a cloud into voxels; `spconv.pytorch.utils.PointToVoxel`'s interface.
 
     Voxels stand in the order in which the cloud first enters them, and their points in the cloud's order, on every
     device; a grid needs no memory of its size.
 
     Attributes:
+        NDIM: the dimension that a subclass has; 0: any.
         ndim: d, the coordinates that a point begins with.
         vsize: the edges of a voxel, in the order of a voxel's coordinates: last axis of the points first.
         grid_size: voxels along each axis, in that order.
@@ -49,6 +50,8 @@ class PointToVoxel:
     >>> indices.tolist(), counts.tolist(), ids.tolist(), voxels[0, :, 2].tolist()
     ([[0, 3], [1, 0]], [2, 1], [0, 1, 0, -1], [7.0, 9.0])
     """
+
+    NDIM: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -70,7 +73,8 @@ class PointToVoxel:
             device: where the points will be.
 
         Raises:
-            InsumShapeError: the ranges are not twice as many as the edges, an extent is empty, or a limit is negative.
+            InsumShapeError: the ranges are not twice as many as the edges, an extent is empty, or a limit is negative;
+                or the class has another dimension.
         """
         self.ndim = len(vsize_xyz)
         self.device = torch.device(device)
@@ -79,24 +83,23 @@ class PointToVoxel:
         self.max_num_points_per_voxel = max_num_points_per_voxel
         edges = torch.tensor(list(vsize_xyz), dtype=torch.float32)
         ranges = torch.tensor(list(coors_range_xyz), dtype=torch.float32)
-        if self.ndim < 1 or ranges.shape[0] != 2 * self.ndim or num_point_features < self.ndim:
-            raise InsumShapeError(
-                f"PointToVoxel: {self.ndim} voxel edges, {ranges.shape[0]} range limits, {num_point_features} features",
-                details=["expected d edges, 2 d limits (all least, then all greatest) and at least d features"],
-                fix="give coors_range_xyz as [x_min, y_min, z_min, x_max, y_max, z_max].",
-            )
+        expected, features = self.NDIM or max(self.ndim, 1), num_point_features
+        if self.ndim != expected or ranges.shape[0] != 2 * self.ndim or features < self.ndim:
+            got = f"{self.ndim} voxel edges, {ranges.shape[0]} range limits, {features} features"
+            details = [f"expected {self.NDIM or 'd'} edges, twice as many limits, and at least as many features"]
+            fix = "give coors_range_xyz as [x_min, y_min, z_min, x_max, y_max, z_max]."
+            raise InsumShapeError(f"{type(self).__name__}: {got}", details=details, fix=fix)
         least, greatest = ranges[: self.ndim], ranges[self.ndim :]
         cells = ((greatest - least) / edges).round()
-        some = bool((edges > 0).all()) and bool((cells >= 1).all())
-        if not some or min(max_num_voxels, max_num_points_per_voxel) < 0:
-            raise InsumShapeError(
-                "PointToVoxel: the grid has no voxel along some axis, or a limit is negative",
-                details=[
-                    f"vsize_xyz {list(vsize_xyz)}, coors_range_xyz {list(coors_range_xyz)}",
-                    f"max_num_voxels {max_num_voxels}, max_num_points_per_voxel {max_num_points_per_voxel}",
-                ],
-                fix="pass positive edges, ranges that hold a voxel at least, and limits of 0 or more.",
-            )
+        limits = (max_num_voxels, max_num_points_per_voxel)
+        if not ((edges > 0) & (cells >= 1)).all() or min(limits) < 0:
+            details = [
+                f"vsize_xyz {list(vsize_xyz)}, coors_range_xyz {list(coors_range_xyz)}",
+                f"max_num_voxels, max_num_points_per_voxel {limits}",
+            ]
+            fix = "pass positive edges, ranges that hold a voxel at least, and limits of 0 or more."
+            what = f"{type(self).__name__}: the grid has no voxel along some axis, or a limit is negative"
+            raise InsumShapeError(what, details=details, fix=fix)
         self._edges, self._least, self._cells = edges, least, cells
         self.vsize: list[float] = edges.flip(0).tolist()
         self.grid_size: list[int] = [int(cell) for cell in cells.flip(0).tolist()]
@@ -192,33 +195,8 @@ class _Shared(Tensor):
         return self.as_subclass(Tensor).numpy()
 
 
-class _Point2Voxel(PointToVoxel, OfDimension):
-    """What the classes of fixed dimensions share: the check of theirs, and what they take for points."""
-
-    def __init__(
-        self,
-        vsize_xyz: Sequence[float],
-        coors_range_xyz: Sequence[float],
-        num_point_features: int,
-        max_num_voxels: int,
-        max_num_points_per_voxel: int,
-    ) -> None:
-        """Lay the grid; see `PointToVoxel`.
-
-        Raises:
-            InsumShapeError: there are not as many edges as the class has dimensions, or the grid has no voxel.
-        """
-        owner = type(self).__name__
-        if len(vsize_xyz) != self.NDIM:
-            raise InsumShapeError(
-                f"{owner}: 'vsize_xyz' is {list(vsize_xyz)}",
-                details=[f"expected {self.NDIM} edges"],
-                fix=f"use the class for {len(vsize_xyz)} dimensions.",
-                argument="vsize_xyz",
-                expected=self.NDIM,
-                got=len(vsize_xyz),
-            )
-        super().__init__(vsize_xyz, coors_range_xyz, num_point_features, max_num_voxels, max_num_points_per_voxel)
+class _Point2Voxel(PointToVoxel):
+    """What the classes of fixed dimensions share: what they take for points."""
 
     def _voxels(self, points: object, empty_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return voxels of a tensor, an array, or one of cumm's tensors."""

@@ -24,7 +24,6 @@ from insum_nn.errors import (
 from insum_nn.layers.spconv import constants, cppcore, functional, ops
 from insum_nn.layers.spconv.core import Activation, ImplicitGemmIndiceData, IndiceData, expand_nd, scatter_nd
 from insum_nn.layers.spconv.hash import HashTable
-from insum_nn.layers.spconv.modules import PrintCurrentTime, PrintTensorMeta
 from tests.ops.conv_oracle import random_sites
 
 SHAPE = [6, 5, 7]
@@ -330,10 +329,15 @@ class TestHashTable:
 
     def test_refuses(self):
         cpu = torch.device("cpu")
-        with pytest.raises(InsumDtypeError, match="keys must be int32 or int64"):
+        with pytest.raises(InsumDtypeError, match="'key_dtype' must be int32 or int64"):
             HashTable(cpu, torch.float32, torch.int32)
-        with pytest.raises(InsumShapeError, match="needs 'max_size'"):
+        with pytest.raises(InsumShapeError, match="'max_size' is -1"):
             HashTable(torch.device("meta"), torch.int32, torch.int32)
+        small = HashTable(cpu, torch.int32, torch.int32, 1)
+        small.is_cpu = False
+        with pytest.raises(InsumShapeError, match="'max_size' is 1, and there are 2 keys"):
+            small.insert(torch.tensor([1, 2], dtype=torch.int32))
+        assert small.items()[2].item() == 0
         table = HashTable(cpu, torch.int32, torch.int32)
         with pytest.raises(InsumDtypeError, match=r"'keys' must be torch.int32, got torch.int64"):
             table.query(torch.tensor([1]))
@@ -368,7 +372,7 @@ def test_constants_are_facts_and_hints(monkeypatch):
     assert not constants.is_amp_enabled()
     assert constants.PYTORCH_VERSION >= [2, 0]
     # As OpenPCDet does, and spconv's README says: what changes no result may be set.
-    for name in [name for name in constants.__all__ if name.startswith("SPCONV_")]:
+    for name in [name for name in vars(constants) if name.startswith("SPCONV_")]:
         value = getattr(constants, name)
         monkeypatch.setattr(constants, name, not value)
         assert getattr(constants, name) == (not value)
@@ -378,10 +382,6 @@ def test_constants_are_facts_and_hints(monkeypatch):
             setattr(constants, name, value)
     assert isinstance(cppcore.get_current_stream(), int)
     assert len(cppcore.get_arch()) == 2
-    with pytest.raises(InsumNameError, match="TorchAllocator hands torch's memory to spconv's compiled code"):
-        from insum_nn.layers.spconv.cppcore import TorchAllocator  # noqa: F401
-    with pytest.raises(AttributeError):
-        cppcore.nothing  # noqa: B018
     # cumm's tensors, where it is installed; here by one that notes what it is asked for.
     monkeypatch.setitem(sys.modules, "cumm", None)
     with pytest.raises(MissingExtraError, match="pip install cumm"):
@@ -395,20 +395,15 @@ def test_constants_are_facts_and_hints(monkeypatch):
     grid = torch.ones(4, 6)
     assert next(cppcore.torch_tensors_to_tv(grid.T)) == (grid.data_ptr(), [6, 4], [1, 6], 7, -1)
     assert cppcore.torch_tensor_to_tv(grid, tv.uint32, [24]) == (grid.data_ptr(), [24], 9, -1)
-    with pytest.raises(InsumDtypeError, match="cumm has no complex64"):
+    with pytest.raises(InsumDtypeError, match="'ten' must be .*got torch.complex64"):
         cppcore.torch_tensor_to_tv(grid.to(torch.complex64))
 
 
-def test_modules_of_several_tensors_and_for_looking(capsys):
+def test_modules_of_several_tensors():
     for kind in (spconv.JoinTable, spconv.AddTable, spconv.AddTableMisaligned):
         assert kind().input_spatial_size([4, 5]) == [4, 5]
     assert spconv.ConcatTable().add(spconv.Identity()).input_spatial_size([4, 5]) == [4, 5]
     x = spconv.SparseConvTensor(torch.ones(3, 1), torch.tensor([[0, 0], [0, 1], [0, 2]], dtype=torch.int32), [3], 1)
-    model = spconv.SparseSequential(PrintTensorMeta(), PrintCurrentTime())
-    assert torch.equal(model(x).features, x.features)
-    assert PrintTensorMeta()(x) is x
-    assert PrintCurrentTime()(x, "after", reset=True) is x
-    assert "tensor(1.) tensor(1.) tensor(1.)" in capsys.readouterr().out
     assert repr(x) == "SparseConvTensor[shape=torch.Size([3, 1])]"
     assert {kind.__name__ for kind in spconv.pool.ALL_POOL_LAYERS} >= {"SparseMaxPool", "SparseAvgPool3d"}
     assert len(spconv.conv.DEFAULT_SPARSE_CONV_TYPES) == 16

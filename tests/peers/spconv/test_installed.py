@@ -300,8 +300,10 @@ def test_names_and_their_signatures(theirs):
         ],
         "hash": ["HashTable"],
         "pool": ["ALL_POOL_LAYERS", "SparseMaxPool3d"],
-        "modules": ["PrintTensorMeta", "PrintCurrentTime", "SparseSyncBatchNorm", "is_sparse_conv", "is_spconv_module"],
+        # Not PrintTensorMeta and PrintCurrentTime: only spconv's quantization, which is not here, uses them.
+        "modules": ["SparseSyncBatchNorm", "is_sparse_conv", "is_spconv_module"],
         "tables": ["JoinTable", "AddTable", "AddTableMisaligned", "ConcatTable"],
+        # Not TorchAllocator and TorchSpconvMatmul, which hand torch's memory to spconv's compiled code.
         "cppcore": ["get_current_stream", "get_arch", "torch_tensor_to_tv", "torch_tensors_to_tv"],
     }
     for home, names in listed.items():
