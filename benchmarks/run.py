@@ -43,7 +43,7 @@ from benchmarks.records import (
     version,
 )
 from benchmarks.registry import MODES, OURS, Case, Mode, Problem, Registry, Setting, Unavailable, Work, is_ours, load
-from benchmarks.supervise import State, supervise
+from benchmarks.supervise import BUILDING, MEASURING, State, supervise
 from insum_nn.compiler.schedule.tune import settle
 
 __all__ = ["RECORD", "SCHEMA", "Machine", "Milliseconds", "Record", "main", "measure", "run_case", "timed_call"]
@@ -282,7 +282,7 @@ def run_case(
     """
     state = State() if state is None else state
     failed = gate.operator_tests(case.tests) if run_tests else None
-    state.begin(case.name)
+    state.begin(record(machine, case.name, OURS, modes[0], BUILDING))
     try:
         problem = case.problem(setting)
         torch.set_float32_matmul_precision(problem.precision)
@@ -302,7 +302,7 @@ def run_case(
             for provider in problem.providers:
                 if not re.search(only, provider) or state.known(case.name, provider, mode):
                     continue
-                state.begin(case.name, provider, mode)
+                state.begin(record(machine, case.name, provider, mode, MEASURING))
                 if failed is not None and is_ours(provider):
                     result = Measurement(f"tests: {failed}")
                 elif time.monotonic() > deadline:
@@ -423,7 +423,7 @@ def main(arguments: Sequence[str] | None = None, registry: Registry | None = Non
         print("\n".join(case.name for case in cases))
         return 0
     if options.supervise:
-        outcome = supervise(given, options.out, limit=options.limit, budget=options.budget, commit=options.commit)
+        outcome = supervise(given, options.out, limit=options.limit, budget=options.budget)
     else:
         outcome = _run(options, cases, modes, device, start + options.budget)
     if options.save:
@@ -473,7 +473,7 @@ def _run(
         except BrokenDeviceError as fault:
             print(f"the device no longer responds: {fault}", file=sys.stderr)
             return BROKEN_DEVICE
-        state.finish(case.name)
+        state.keep()
         _release(device)
     if _profiles(options, device):
         try:
@@ -483,7 +483,7 @@ def _run(
         except BrokenDeviceError as fault:
             print(f"the device no longer responds: {fault}", file=sys.stderr)
             return BROKEN_DEVICE
-    state.end()
+    state.keep()
     return _outcome(state.records)
 
 

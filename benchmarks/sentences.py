@@ -1,4 +1,4 @@
-"""Sentences of README and docs that hold numbers, written from the records as `benchmarks.tables` writes tables."""
+"""Sentences of README and docs whose numbers no table holds, written from the records as tables are."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import textwrap
 from collections.abc import Sequence
 
 from benchmarks.first_step import FirstStep
-from benchmarks.records import Record
 from benchmarks.registry import is_ours
-from benchmarks.report import Row, baseline_name, geometric_mean
+from benchmarks.report import geometric_mean
 from benchmarks.selection import Compared
 
-__all__ = ["NETWORKS", "busy", "first_steps", "first_steps_by_kind", "host", "maps", "peer_models", "selection"]
+__all__ = ["NETWORKS", "first_steps", "first_steps_by_kind", "selection"]
 
 # Name in a sentence -> the network.
 NETWORKS = {"a GCN": "gcn_14k", "a sparse U-Net": "spunet_fp16", "NequIP": "nequip_864"}
@@ -75,92 +74,6 @@ def first_steps_by_kind(entries: Sequence[FirstStep]) -> str:
     if cold and warm:
         lines.append(f"| a single layer | {_interval(cold)} | {_interval(warm)} |")
     return "\n".join(lines)
-
-
-def busy(rows: Sequence[Row], device: str) -> str:
-    """Say which part of a training step the GPU works."""
-    parts: list[str] = []
-    for name, network in NETWORKS.items():
-        for row in rows:
-            record = row.group.get("insum_nn")
-            if row.case == f"network/network={network}/what=step" and row.gpu == device and record is not None:
-                if record["ms"] is not None and record["busy"] is not None:
-                    parts.append(f"{100 * record['busy']['ms'] / record['ms']['p50']:.0f} % of the step of {name}")
-    return _wrapped(f"**GPU time and CPU time.** On an {_short(device)} the GPU works for {_joined(parts)}.")
-
-
-def peer_models(rows: Sequence[Row]) -> str:
-    """Compare steps of other packages' models with our layers and with the fastest other ones, in the same mode."""
-    parts: dict[str, list[str]] = {}
-    for row in sorted(rows, key=lambda row: row.gpu, reverse=True):
-        if row.family != "peer_models":
-            continue
-        for mode in ("", "/compiled"):
-            timed = {
-                name: record["ms"]["p50"]
-                for name, record in row.group.items()
-                if record["ms"] is not None and name.endswith("/compiled") == bool(mode)
-            }
-            ours = timed.pop(f"insum_nn{mode}", None)
-            if ours is None or not timed:
-                continue
-            best = min(timed, key=lambda name: timed[name])
-            mine, other = row.group[f"insum_nn{mode}"], row.group[best]
-            text = f"a step of `{row.case.partition('model=')[2]}` takes {ours / timed[best]:.2f} of the time"
-            if mine["busy"] is not None and other["busy"] is not None:
-                launches = mine["busy"]["launches"] / other["busy"]["launches"]
-                share = mine["busy"]["ms"] / other["busy"]["ms"]
-                text += f", {launches:.2f} of the launches and {share:.2f} of the GPU's time"
-            replays = _replayed(mine), _replayed(other)
-            if all(replays):
-                text += f" ({replays[0] / replays[1]:.2f} in a CUDA graph)"
-            parts.setdefault(_short(row.gpu), []).append(f"{text} that it takes with {baseline_name(best)}")
-    if not parts:
-        return "No model was measured with our layers and with others."
-    return "\n".join(_wrapped(f"With ours, on an {gpu}, {'; '.join(found)}.") for gpu, found in parts.items())
-
-
-def _replayed(record: Record) -> float:
-    """Milliseconds of a replay of its CUDA graph; 0: not measured."""
-    found = record["replay"]
-    return found["ms"]["p50"] if found is not None and found["ms"] is not None else 0.0
-
-
-def host(rows: Sequence[Row], device: str) -> str:
-    """Say how long a call of a compiled program takes, compared with a bare launch and with torch's own product."""
-    ratios: dict[str, list[float]] = {"bare_launch": [], "torch_csr": []}
-    for row in rows:
-        mine = row.group.get("insum_nn/program")
-        if row.family != "host" or row.gpu != device or mine is None or mine["ms"] is None:
-            continue
-        for name, found in ratios.items():
-            other = row.group.get(name)
-            if other is not None and other["ms"] is not None:
-                found.append(mine["ms"]["p50"] / other["ms"]["p50"])
-    bare, csr = (_interval(found) for found in ratios.values())
-    return _wrapped(
-        f"On an {_short(device)} a call of a compiled program takes {bare} times as long as a bare launch of a Triton"
-        f" kernel, and {csr} times as long as torch's product of a CSR matrix (family `host`, in which the GPU has next"
-        " to nothing to do)."
-    )
-
-
-def maps(rows: Sequence[Row]) -> str:
-    """Compare the building of kernel maps with the fastest baseline's, on each GPU."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.family == "subm_map" and row.ratio is not None:
-            found.setdefault(row.gpu, []).append(row)
-    parts: list[str] = []
-    for gpu, mine in found.items():
-        ratios = [row.ratio or 0.0 for row in mine]
-        record = next(iter(mine[0].group.values()))
-        names = _joined(list(dict.fromkeys(baseline_name(row.baseline[0]) for row in mine if row.baseline)))
-        parts.append(
-            f"on {gpu}, at commit {(record['commit'] or 'unknown')[:7]} of {record['utc'][:10]},"
-            f" {min(ratios):.2f} to {max(ratios):.2f} of the time of ours ({names})"
-        )
-    return _wrapped(f"To build a map the fastest baseline took {'; '.join(parts)}.")
 
 
 def _short(device: str) -> str:

@@ -364,7 +364,6 @@ def _ended(file: Path) -> str:
 def tables() -> dict[str, Callable[[], str]]:
     """Name -> what writes the table; README's has no name."""
     rows = report.rows(report.read(archive.current_files()))
-    gpu = next(row.gpu for row in rows if _slug(row) == DEVICE)
     families = {
         "graphs": ("gcn_layer", "gcn", "gcn_step", "spmm"),
         "chain": ("chain",),
@@ -382,10 +381,6 @@ def tables() -> dict[str, Callable[[], str]]:
         "first-steps": first_step_table,
         "data-parallel": lambda: data_parallel_table(archive.current_entries("data_parallel")),
         "first-step-kinds": lambda: sentences.first_steps_by_kind(first_steps(DEVICE)),
-        "busy-sentence": lambda: sentences.busy(rows, gpu),
-        "peer-models-sentence": lambda: sentences.peer_models(rows),
-        "host-sentence": lambda: sentences.host(rows, gpu),
-        "maps-sentence": lambda: sentences.maps(rows),
         "selection-sentence": lambda: sentences.selection(archive.current_entries("selection", DEVICE)),
         "cuequivariance": lambda: rare_baseline_table("cue"),
         "warpconvnet": lambda: rare_baseline_table("warpconvnet"),

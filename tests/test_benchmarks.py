@@ -892,38 +892,3 @@ def test_sentences_hold_the_numbers_of_the_records():
         "| a GCN | 1.4 | 0.4 |",
         "| a single layer | 1.4 | 0.4 |",
     ]
-    entries = [measured(network["gcn_14k"], "insum_nn", 1000.0, busy={"ms": 0.25, "launches": 3})]
-    assert "for 25 % of the step of a GCN." in sentences.busy(report.rows(entries), "NVIDIA H200")
-    model = "peer_models/model=nequip"
-    entries = [
-        measured(model, "insum_nn", 600.0, busy={"ms": 0.3, "launches": 40}),
-        measured(model, "oeq", 800.0, busy={"ms": 0.2, "launches": 100}),
-        measured(model, "e3nn", 900.0),
-    ]
-    assert sentences.peer_models(report.rows(entries)).replace("\n", " ") == (
-        "With ours, on an H200, a step of `nequip` takes 0.75 of the time, 0.40 of the launches and 1.50 of the GPU's"
-        " time that it takes with OpenEquivariance."
-    )
-    # Compiled models are compared with compiled ones alone; in a CUDA graph, where both were measured in one.
-    graph = {"gate": "passed", "ms": {"p20": 0.1, "p50": 0.1, "p80": 0.1}}
-    entries += [measured(model, "insum_nn/compiled", 300.0, replay=graph)]
-    entries += [measured(model, "oeq/compiled", 200.0, replay=graph | {"ms": {"p20": 0.1, "p50": 0.2, "p80": 0.2}})]
-    text = sentences.peer_models(report.rows(entries)).replace("\n", " ")
-    assert "takes 0.75 of the time" in text
-    assert "takes 1.50 of the time (0.50 in a CUDA graph) that it takes with OpenEquivariance, compiled." in text
-    assert "No model" in sentences.peer_models(report.rows([entries[1], entries[3]]))
-    entries = [
-        measured(f"host/call=program/autograd={word}", name, time)
-        for word, times in {"off": (40.0, 20.0, 32.0), "on": (45.0, 18.0, 30.0)}.items()
-        for name, time in zip(("insum_nn/program", "bare_launch", "torch_csr"), times, strict=True)
-    ]
-    text = sentences.host(report.rows(entries), "NVIDIA H200").replace("\n", " ")
-    assert "takes 2.0 to 2.5 times as long as a bare launch" in text
-    assert "and 1.2 to 1.5 times as long as torch's product" in text
-    entries = [
-        measured(f"subm_map/cloud=room/what={what}", name, time)
-        for what, times in {"map": (40.0, 20.0, 90.0), "map_forward": (40.0, 60.0, 90.0)}.items()
-        for name, time in zip(("insum_nn", "spconv", "another"), times, strict=True)
-    ]
-    text = sentences.maps(report.rows(entries)).replace("\n", " ")
-    assert "0.50 to 1.50 of the time of ours (spconv)." in text
