@@ -14,7 +14,6 @@ import contextlib
 import io
 import json
 import re
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,7 +77,7 @@ def run(text: str, name: str, folder: Path | None, *, show: bool = False) -> Rec
         text: the page.
         name: what tracebacks and figures are called by.
         folder: where figures go; `None` leaves them.
-        show: print what the blocks print as they do.
+        show: print what each block printed when it ends.
     """
     import matplotlib as mpl
 
@@ -93,11 +92,12 @@ def run(text: str, name: str, folder: Path | None, *, show: bool = False) -> Rec
     start = time.perf_counter()
     for block in python_blocks(text):
         said = io.StringIO()
-        target: Any = _Both(said) if show else said
-        with contextlib.redirect_stdout(target):
+        with contextlib.redirect_stdout(said):
             # Line breaks in front put the page's own line numbers into a traceback.
             exec(compile("\n" * block.line + block.code, name, "exec", dont_inherit=True), names)
         outputs.append(said.getvalue().rstrip())
+        if show and outputs[-1]:
+            print(outputs[-1], flush=True)
         saved: list[str] = []
         if folder is not None:
             for number in pyplot.get_fignums():
@@ -109,18 +109,6 @@ def run(text: str, name: str, folder: Path | None, *, show: bool = False) -> Rec
     threads = torch.get_num_threads()
     where = f"torch {torch.__version__.partition('+')[0]}, {device}, {threads} thread{'s' if threads > 1 else ''}"
     return Record(outputs, figures, time.perf_counter() - start, where)
-
-
-class _Both(io.TextIOBase):
-    """A stream that keeps what it prints."""
-
-    def __init__(self, kept: io.StringIO) -> None:
-        self.kept = kept
-        self.screen = sys.stdout
-
-    def write(self, text: str, /) -> int:
-        self.screen.write(text)
-        return self.kept.write(text)
 
 
 def main() -> None:
