@@ -317,8 +317,8 @@ class TestHashTable:
 
     def test_keys_alone_and_places_to_write_to(self):
         table = HashTable(torch.device("cpu"), torch.int32, torch.float32)
-        empty = table.query(torch.tensor([1], dtype=torch.int32))
-        assert empty[1].tolist() == [True]
+        empty = table.query(torch.tensor([0, 1], dtype=torch.int32))
+        assert empty[1].tolist() == [True, True]
         keys = torch.tensor([4, 2, 4], dtype=torch.int32)
         table.insert(keys, torch.tensor([1.0, 2.0, 3.0]))
         table.insert(torch.tensor([2, 9], dtype=torch.int32))
@@ -430,5 +430,6 @@ def test_generators_of_fixed_dimensions(ndim):
     gpu = getattr(spconv.utils, f"Point2VoxelGPU{ndim}d")(*arguments)
     assert torch.equal(gpu.point_to_voxel_hash(points, empty_mean=True)[0], mean[0])
     assert cpu.grid_size == gpu.grid_size == spconv.utils.PointToVoxel(*arguments).grid_size
+    more = ndim + 1
     with pytest.raises(InsumShapeError, match=f"expected {ndim} edges"):
-        getattr(spconv.utils, f"Point2VoxelCPU{ndim}d")([*edges, 1.0], *arguments[1:])
+        getattr(spconv.utils, f"Point2VoxelCPU{ndim}d")([1.0] * more, [0.0] * more + [4.0] * more, more, 50, 3)
