@@ -138,7 +138,7 @@ class _Counters:
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
-        measuring: Any = importlib.import_module("insum_nn.compiler.schedule.timing")
+        measuring: Any = importlib.import_module("insum_nn.compiler.tuning.timing")
         device_time = measuring.device_time
 
         def counted(*arguments: Any, **named: Any) -> float:

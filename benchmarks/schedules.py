@@ -10,11 +10,11 @@ from torch import Tensor
 
 from benchmarks.registry import Unavailable
 from insum_nn import Program
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.runtime.execution import Executable
-from insum_nn.compiler.schedule.select import Selected
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.tuning.select import Selected
 
 __all__ = ["generated_of", "run_scheduled", "under_schedule"]
 

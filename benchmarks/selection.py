@@ -26,7 +26,7 @@ from benchmarks.records import Machine, this_machine
 from benchmarks.registry import Mode, Setting, Size, Unavailable, is_ours, load
 from benchmarks.run import timed_call
 from benchmarks.timing import kernels
-from insum_nn.compiler.schedule import database
+from insum_nn.compiler.tuning import database
 
 __all__ = ["FAMILIES", "Compared", "main"]
 

@@ -18,7 +18,7 @@ import torch
 from insum_nn.compiler.api import insum
 from insum_nn.compiler.kernels.c_compiler import find_compiler
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule.cache_folder import cache_folder
+from insum_nn.compiler.tuning.cache_folder import cache_folder
 from insum_nn.errors import InsumError
 from insum_nn.version import __version__
 

@@ -25,7 +25,7 @@ class Budget(NamedTuple):
 # Folder of insum_nn, or the whole package -> its budget. A budget only falls: whoever deletes code lowers it to what is
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
-    "compiler": Budget(18971, 13000),
+    "compiler": Budget(18969, 13000),
     "ops": Budget(2673, 1800),
     "layers": Budget(4693, 4800),
     "formats": Budget(2046, 2100),

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import insum_nn
-from insum_nn.compiler.forms import plan
 from insum_nn.compiler.kernels.c_compiler import find_compiler
+from insum_nn.compiler.passes import pipeline
 from insum_nn.compiler.runtime import backends
+from insum_nn.compiler.schedule import plan
 from tests.golden_fixture import golden, pytest_addoption
 
 __all__ = ["golden", "pytest_addoption"]
@@ -28,6 +29,8 @@ hypothesis.settings.register_profile(
     "insum", derandomize=True, deadline=None, database=None, print_blob=True, suppress_health_check=[]
 )
 hypothesis.settings.load_profile("insum")
+# A loop nest is verified after each pass, and not only before it is printed.
+pipeline.verifies = True
 
 
 def _gpu_required() -> bool:

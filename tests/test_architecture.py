@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "compiler.api",
         "compiler.kernels.c_compiler",
         "compiler.options",
-        "compiler.schedule.cache_folder",
+        "compiler.tuning.cache_folder",
         "errors",
         "version",
     },
@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tiles": set(),
     "version": set(),
     "compiler": {"dtypes", "errors", "facts", "locks", "tensor_cache", "version"},
-    "schedules": {"compiler.schedule.database"},
+    "schedules": {"compiler.tuning.database"},
     "formats": {"dtypes", "errors", "facts", "sorted_rows", "tensor_cache", "tiles"},
     # Maps are integers, which no statement computes: their kernels are launched as generated ones are.
     "structure": {"dtypes", "errors", "facts", "faults", "sorted_rows", "tiles", "compiler.kernels.written"},
@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "models": {"errors", "layers"},
     # The package has one private folder on disk.
-    "datasets": {"errors", "faults", "compiler.schedule.cache_folder"},
+    "datasets": {"errors", "faults", "compiler.tuning.cache_folder"},
     "testing": {"dtypes", "errors", "facts", "compiler", "formats", "structure", "ops", "layers", "models"},
 }
 
@@ -79,22 +79,20 @@ COMPILER_MAY_IMPORT: dict[str, set[str]] = {
     "options": set(),
     "lang": set(),
     "ir": {"lang"},
-    # A pass that places loops reads the schedule that says where.
-    "passes": {"ir", "lang", "schedule.space"},
-    "schedule": {"lang", "options", "ir"},
-    "codegen": {"lang", "options", "ir", "schedule"},
-    "forms": {"lang", "options", "schedule", "ir", "passes", "codegen"},
-    "kernels": {"lang", "options", "schedule", "ir", "passes", "codegen", "forms"},
-    "runtime": {"lang", "options", "ir", "passes", "schedule", "codegen", "forms", "kernels"},
-    "explain": {"lang", "options", "ir", "passes", "schedule", "codegen", "forms", "kernels", "runtime"},
+    "passes": {"ir", "lang"},
+    "tuning": {"lang", "ir", "options"},
+    "schedule": {"lang", "options", "ir", "passes", "tuning"},
+    "codegen": {"lang", "options", "ir"},
+    "kernels": {"lang", "options", "ir", "passes", "schedule", "tuning", "codegen"},
+    "runtime": {"lang", "options", "ir", "passes", "schedule", "tuning", "codegen", "kernels"},
+    "explain": {"lang", "options", "ir", "passes", "schedule", "tuning", "codegen", "kernels", "runtime"},
     "api": {"lang", "options", "runtime", "explain", "kernels"},
 }
 
 # (file or folder, what it imports against the table) -> why; each line here is a debt.
 COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("schedule.tune", "forms"): "measures the candidates of a Form, which it builds itself",
     ("schedule.tune", "kernels"): "a candidate is measured with the row partition that it asks for",
-    ("schedule.database", "kernels.machine_code"): "an entry names the version of Triton that it was measured with",
+    ("tuning.database", "kernels.machine_code"): "an entry names the version of Triton that it was measured with",
     ("codegen.c", "passes"): "places the loops that it prints; the placement has no other reader",
     ("codegen.c_values", "passes"): "likewise: what is known where follows from the placement",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
@@ -312,8 +310,8 @@ def test_exceptions_to_the_stages_are_needed():
         ("ir/x.py", "def f():\n    from insum_nn.compiler.runtime import program", "runtime.program"),
         ("lang/x.py", "from insum_nn.compiler.options import Options", "options"),
         ("lang/x.py", "from insum_nn.errors import InsumError", None),
-        ("schedule/x.py", "import insum_nn.compiler.forms.form", "forms.form"),
-        ("schedule/tune.py", "import insum_nn.compiler.forms.form", None),
+        ("tuning/x.py", "import insum_nn.compiler.schedule.form", "schedule.form"),
+        ("schedule/x.py", "import insum_nn.compiler.tuning.database", None),
         ("codegen/x.py", "from insum_nn.compiler.passes.own_rows import own_rows", "passes.own_rows"),
     ],
 )

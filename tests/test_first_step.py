@@ -16,7 +16,7 @@ from benchmarks.first_step import FirstStep, OneStep
 from benchmarks.records import this_machine
 from benchmarks.registry import Problem, Setting, Work, load
 from insum_nn.compiler.kernels.c_compiler import find_compiler
-from insum_nn.compiler.schedule import timing
+from insum_nn.compiler.tuning import timing
 
 CPU = torch.device("cpu")
 GCN = "network/network=gcn_2k/what=step"

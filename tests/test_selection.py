@@ -13,7 +13,7 @@ import pytest
 from benchmarks import selection
 from benchmarks.selection import Compared
 from benchmarks.timing import Kernel
-from insum_nn.compiler.schedule import database
+from insum_nn.compiler.tuning import database
 
 CASE = "pruned_conv2d/channels=64/pattern=MC/density=0.05"
 

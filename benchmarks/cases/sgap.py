@@ -22,7 +22,7 @@ from benchmarks.graphs import GRAPHS, pattern
 from benchmarks.registry import Builder, Floor, Problem, Setting, Unavailable, Work, case
 from benchmarks.schedules import run_scheduled
 from insum_nn import Options
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.formats import COO
 from insum_nn.ops import spmm
 from insum_nn.ops.spmm import spmm_program

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from insum_nn.compiler.schedule.cache_folder import read, sealed, unsealed, write
+from insum_nn.compiler.tuning.cache_folder import read, sealed, unsealed, write
 from insum_nn.datasets.rooms import CLASSES, UNLABELLED, Room, in_float32, is_point_file, read_point_file, read_points
 from insum_nn.datasets.voxels import voxelize
 from insum_nn.errors import InsumNameError

@@ -6,6 +6,6 @@ Files `*.json` in this folder are part of the package and are read by themselves
     insum_nn.schedules.load("h200.json")            # where it shall start without measuring
 """
 
-from insum_nn.compiler.schedule.database import export, load, unload
+from insum_nn.compiler.tuning.database import export, load, unload
 
 __all__ = ["export", "load", "unload"]

@@ -12,11 +12,11 @@ from torch import Tensor
 import insum_nn
 from benchmarks.schedules import under_schedule
 from insum_nn import Options
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
 from insum_nn.compiler.runtime.composite.fused_kernels import One
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.runtime.dispatch import prepare
-from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches
 
 __all__ = [

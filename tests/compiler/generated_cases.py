@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.form import Form, _atomic, make_form
+from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels.row_partition import partition_for
 from insum_nn.compiler.kernels.sized import Kernel, prepare_kernel
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
-from insum_nn.compiler.schedule.space import Precision, Schedule
+from insum_nn.compiler.schedule.defaults import default_schedule
+from insum_nn.compiler.schedule.form import Form, _atomic, make_form
 from insum_nn.facts import IndexFacts, StaticTable
 
 __all__ = [

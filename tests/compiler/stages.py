@@ -11,17 +11,16 @@ from collections.abc import Iterator
 
 import torch
 
-from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.form import make_form
-from insum_nn.compiler.forms.nest import nest_of, write_kernel
-from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.ir.build import build
 from insum_nn.compiler.ir.printer import show
+from insum_nn.compiler.kernels.source import Strides, nest_of, write_kernel
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.check import check_statement
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
-from insum_nn.compiler.passes.cpu.lower import lower
+from insum_nn.compiler.passes.pipeline import lower
+from insum_nn.compiler.schedule.defaults import default_schedule
+from insum_nn.compiler.schedule.form import make_form
 from insum_nn.facts import IndexFacts
 from tests.source_tree import ROOT
 
@@ -51,7 +50,7 @@ def stages() -> Iterator[tuple[str, str]]:
     algorithm = build(bound)
     about = "`ir/build.py`: the algorithm, under canonical names; `free` indices are written, the others summed"
     yield about, show(algorithm)
-    about = "`passes/cpu/lower.py`, for C: rows are owned, by a counting sort of the entries that the call makes"
+    about = "`passes/pipeline.py: lower`, for C: rows are owned, by a counting sort of the entries that the call makes"
     yield about, show(lower(algorithm).kernel)
     extents = resolve_extents(statement, [tensors[name] for name in bound.layout.tensors], None, {}, (ROWS, None))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))

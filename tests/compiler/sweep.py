@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen import triton as triton_printer
-from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.row_partition import bitmasks_of
 from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks
-from insum_nn.compiler.schedule.space import Precision, Schedule
+from insum_nn.compiler.schedule.form import Form
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
 from insum_nn.structure.kernel_map import Geometry, build_kernel_map

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import insum_nn
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import database as store
 from insum_nn.compiler.schedule import tune
-from insum_nn.compiler.schedule.select import Selected
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.tuning import database as store
+from insum_nn.compiler.tuning.select import Selected
 
 # What a disk, another program or another version leaves in place of a file.
 GARBAGE: dict[str, Callable[[bytes], bytes]] = {

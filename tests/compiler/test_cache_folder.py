@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from insum_nn.compiler.schedule import cache_folder as cache
+from insum_nn.compiler.tuning import cache_folder as cache
 
 
 @pytest.fixture

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from benchmarks.registry import Setting, load
 from insum_nn import IndexFacts, Options, cache_info, clear_cache, compile, insum
+from insum_nn.compiler.ir.canonical import canonical, canonical_key, canonical_tables, named_as
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import database, tune
-from insum_nn.compiler.schedule.canonical import canonical, canonical_key, canonical_tables, named_as
-from insum_nn.compiler.schedule.select import Measurement
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.tuning import database
+from insum_nn.compiler.tuning.select import Measurement
 from insum_nn.facts import StaticTable
 from insum_nn.testing.random_programs import random_program
 from tests.compiler.interpreted import interpreter

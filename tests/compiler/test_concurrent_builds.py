@@ -14,12 +14,13 @@ import torch
 
 import insum_nn
 from insum_nn import Options, clear_cache
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.runtime import execution
-from insum_nn.compiler.schedule import database, tune
-from insum_nn.compiler.schedule.build_once import BuildOnce
-from insum_nn.compiler.schedule.select import Measurement
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.tuning import database
+from insum_nn.compiler.tuning.build_once import BuildOnce
+from insum_nn.compiler.tuning.select import Measurement
 from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from insum_nn import IndexFacts
-from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.form import LONGEST, Form, make_form
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule.candidates import candidates
+from insum_nn.compiler.schedule.defaults import default_schedule
+from insum_nn.compiler.schedule.form import LONGEST, Form, make_form
 from insum_nn.facts import StaticTable
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from insum_nn import IndexFacts
-from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.device import (
+from insum_nn.compiler.lang.bind import bind
+from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.schedule.candidates import candidates
+from insum_nn.compiler.schedule.defaults import default_schedule
+from insum_nn.compiler.schedule.device import (
     H200,
     Device,
     device_of,
@@ -20,9 +22,7 @@ from insum_nn.compiler.forms.device import (
     shared_memory,
     without_measuring,
 )
-from insum_nn.compiler.forms.form import Form, FormError, make_form
-from insum_nn.compiler.lang.bind import bind
-from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.schedule.form import Form, FormError, make_form
 from tests.compiler.corpus.statements import Entry, entries
 
 SMALL, BIG = Device((7, 5), 48 << 10), Device((12, 0), 400 << 10)

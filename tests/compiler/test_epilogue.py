@@ -13,9 +13,9 @@ import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.api import Program
 from insum_nn.compiler.ir.nodes import OPERATIONS
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.functions import FUNCTIONS
-from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError
 from insum_nn.testing.tolerances import assert_matches

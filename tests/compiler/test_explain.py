@@ -18,15 +18,15 @@ import torch
 from benchmarks.schedules import under_schedule
 from insum_nn.compiler.api import compile
 from insum_nn.compiler.explain.report import Explanation
-from insum_nn.compiler.forms.nest import Source
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.kernels.c_compiler import find_compiler
 from insum_nn.compiler.kernels.generated import Generated
+from insum_nn.compiler.kernels.source import Source
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.runtime.execution import Executable, clear_cache, in_names_of
-from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.facts import IndexFacts
 from tests.compiler.interpreted import interpreter  # noqa: F401
 from tests.golden_fixture import Golden

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from insum_nn.compiler.kernels import background, launch
-from insum_nn.compiler.schedule import database, timing
+from insum_nn.compiler.tuning import database, timing
 from tests.ranks import CONTEXT, device_of, meeting, new_process
 
 KEY = {"kind": "schedule", "statement": "C[m] += A[m]"}

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, insum
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.testing.tolerances import assert_matches, tolerance
 from tests.compiler import generated_cases
 from tests.compiler.c_driver import COMPILER, case_of, compiled

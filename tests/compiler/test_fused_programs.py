@@ -10,21 +10,21 @@ import torch
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.forms import additional as additional_module
-from insum_nn.compiler.forms import placement as placement_module
-from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.device import H200, without_measuring
-from insum_nn.compiler.forms.form import FormError
-from insum_nn.compiler.forms.placement import adds_rows
 from insum_nn.compiler.ir import nodes
 from insum_nn.compiler.ir.build import Names
 from insum_nn.compiler.ir.graph import stores_of
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels import generated as generated_module
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule import additional as additional_module
+from insum_nn.compiler.schedule import placement as placement_module
+from insum_nn.compiler.schedule.candidates import candidates
+from insum_nn.compiler.schedule.device import H200, without_measuring
+from insum_nn.compiler.schedule.form import FormError
+from insum_nn.compiler.schedule.placement import adds_rows
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.fused_cases import (
     CELLS,

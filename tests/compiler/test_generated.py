@@ -22,14 +22,15 @@ from torch import Tensor
 import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.codegen import triton as triton_printer
-from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.defaults import default_schedule
 from insum_nn.compiler.ir.nodes import Buffer, Const, Kernel, Result, Store
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import timing, tune
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.schedule.candidates import candidates
+from insum_nn.compiler.schedule.defaults import default_schedule
+from insum_nn.compiler.tuning import timing
 from insum_nn.dtypes import DTYPES, FLOATS
 from insum_nn.errors import InsumDeviceError, InsumFormatError
 from insum_nn.testing.random_programs import RandomProgram, random_program

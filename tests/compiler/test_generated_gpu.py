@@ -18,12 +18,13 @@ import insum_nn
 from benchmarks.schedules import generated_of, run_scheduled
 from insum_nn import IndexFacts, Options, Program
 from insum_nn.compiler.codegen import triton as triton_printer
-from insum_nn.compiler.forms.candidates import candidates
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.dispatch import prepare
-from insum_nn.compiler.schedule import timing, tune
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.schedule.candidates import candidates
+from insum_nn.compiler.tuning import timing
 from insum_nn.dtypes import FLOATS
 from insum_nn.testing.random_programs import random_program
 from insum_nn.testing.tolerances import assert_matches

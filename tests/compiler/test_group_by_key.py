@@ -16,13 +16,13 @@ from triton.backends.compiler import GPUTarget
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.kernels import generated
 from insum_nn.compiler.kernels.row_partition import clear_partitions, partition_of, tiles_of
 from insum_nn.compiler.kernels.row_structures import tile_rows
 from insum_nn.compiler.runtime.composite import statement_sequence
 from insum_nn.compiler.runtime.tracing import inline as inline_module
 from insum_nn.compiler.schedule import product_cost
+from insum_nn.compiler.schedule.form import Form
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.divided_rows import wait_for_kernel
 from tests.compiler.interpreted import Ranges, interpreter

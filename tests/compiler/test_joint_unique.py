@@ -11,9 +11,9 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler.forms.form import Form, make_form
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.schedule.form import Form, make_form
 from insum_nn.errors import InsumError, InsumFormatError, InsumRangeError
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
 from tests.compiler.interpreted import interpreter

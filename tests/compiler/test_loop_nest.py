@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.form import make_form
-from insum_nn.compiler.forms.nest import nest_of
-from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
 from insum_nn.compiler.ir.nodes import Const, Index, Kernel, Op, Size, Store, conjunction, operation, walk
 from insum_nn.compiler.ir.printer import show
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.ir.verify import verify_kernel
+from insum_nn.compiler.kernels.source import Strides, nest_of
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS, Epilogue
 from insum_nn.compiler.lang.functions import FUNCTIONS
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.runtime.dispatch import parse_cached
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule.form import make_form
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.random_programs import random_program
 from tests.compiler.ir_interpreter import interpret_kernel

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, insum
-from insum_nn.compiler.forms.candidates import candidates
 from insum_nn.compiler.kernels import sized
+from insum_nn.compiler.schedule.candidates import candidates
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumRangeError
 from insum_nn.testing.random_programs import RandomProgram, random_program
 from insum_nn.testing.tolerances import assert_matches

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen import triton_values
-from insum_nn.compiler.forms.form import Form, FormError, make_form
-from insum_nn.compiler.forms.nest import nest_of
-from insum_nn.compiler.forms.parameters import Strides
 from insum_nn.compiler.ir.build import OUTPUT, Names
 from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.ir.nodes import OPERATIONS, Alloc, Buffer, Const, If, Index, Kernel, Load, Loop, Op, Store
 from insum_nn.compiler.ir.nodes import walk as walk_nodes
 from insum_nn.compiler.ir.printer import show
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.kernels.row_partition import RowPartition, bitmasks_of, partition_for
+from insum_nn.compiler.kernels.source import Strides, nest_of
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import resolve_extents
@@ -31,7 +30,7 @@ from insum_nn.compiler.passes.sum_terms import Sums
 from insum_nn.compiler.passes.unify_variants import switch, unify_variants
 from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
 from insum_nn.compiler.runtime.dispatch import parse_cached
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule.form import Form, FormError, make_form
 from insum_nn.facts import IndexFacts
 from insum_nn.testing.random_programs import random_program
 from tests.compiler import fused_cases

@@ -16,9 +16,9 @@ from torch import Tensor
 import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.api import compile_built
-from insum_nn.compiler.forms.parameters import OnDevice
 from insum_nn.compiler.kernels import launch, sized
 from insum_nn.compiler.kernels.ahead import collect
+from insum_nn.compiler.kernels.source import OnDevice
 from insum_nn.compiler.kernels.written import WrittenKernels
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
 from insum_nn.layers import BlockSparseLinear, FullyConnectedTensorProduct, PrunedConv2d

@@ -17,22 +17,22 @@ from typing import Any
 import pytest
 import torch
 
-from insum_nn.compiler.forms import device as device_module
-from insum_nn.compiler.forms import form as form_module
-from insum_nn.compiler.forms import plan as plan_module
-from insum_nn.compiler.forms.coverage import Coverage
-from insum_nn.compiler.forms.device import H200, without_measuring
-from insum_nn.compiler.forms.form import Form, FormError, make_form
-from insum_nn.compiler.forms.plan import Plan, keep_plans
+from insum_nn.compiler.ir.schedule import precision_of
 from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.composite import fused_kernels
 from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
-from insum_nn.compiler.schedule.cache_folder import sealed
-from insum_nn.compiler.schedule.database import versions
-from insum_nn.compiler.schedule.space import precision_of
+from insum_nn.compiler.schedule import device as device_module
+from insum_nn.compiler.schedule import form as form_module
+from insum_nn.compiler.schedule import plan as plan_module
+from insum_nn.compiler.schedule.coverage import Coverage
+from insum_nn.compiler.schedule.device import H200, without_measuring
+from insum_nn.compiler.schedule.form import Form, FormError, make_form
+from insum_nn.compiler.schedule.plan import Plan, keep_plans
+from insum_nn.compiler.tuning.cache_folder import sealed
+from insum_nn.compiler.tuning.database import versions
 from tests.compiler.corpus.statements import Entry, entries
 from tests.compiler.fused_cases import draw, named, programs, run, shape_of
 from tests.compiler.interpreted import interpreter
@@ -69,7 +69,7 @@ def forbid_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("decided again")
 
     for module, names in (
-        (form_module, ("unroll", "combining", "fold_static_tables", "_find_product")),
+        (form_module, ("unroll", "combining", "unrolled", "_find_product")),
         (sized, ("write_kernel",)),
         (device_module, ("_first_that_fits",)),
         (fused_kernels, ("_all_walks", "_cost")),
@@ -151,7 +151,7 @@ SCRIPT = """
 import hashlib, json, torch
 from benchmarks import networks
 from benchmarks.registry import Setting
-from insum_nn.compiler.forms import device, form as form_module
+from insum_nn.compiler.schedule import device, form as form_module
 from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.compiler.runtime.composite import fused_kernels
@@ -168,7 +168,7 @@ def count(module, name):
 
 count(sized, "write_kernel")
 count(form_module, "unroll")
-count(form_module, "fold_static_tables")
+count(form_module, "unrolled")
 count(fused_kernels, "_cost")
 count(device, "_first_that_fits")
 torch.manual_seed(0)

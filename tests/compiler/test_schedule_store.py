@@ -19,17 +19,18 @@ import torch
 import insum_nn
 import insum_nn.schedules
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.device import H200
-from insum_nn.compiler.forms.form import make_form
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import database, progress, tune
-from insum_nn.compiler.schedule.cache_folder import cache_folder
-from insum_nn.compiler.schedule.select import Measurement, Selected
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.schedule.candidates import candidates
+from insum_nn.compiler.schedule.defaults import default_schedule
+from insum_nn.compiler.schedule.device import H200
+from insum_nn.compiler.schedule.form import make_form
 from insum_nn.compiler.schedule.tune import choose_schedule
+from insum_nn.compiler.tuning import database, progress
+from insum_nn.compiler.tuning.cache_folder import cache_folder
+from insum_nn.compiler.tuning.select import Measurement, Selected
 from tests.ranks import CONTEXT, new_process
 
 ROOT = Path(__file__).parents[2]
@@ -223,7 +224,7 @@ SCRIPT = """
 import sys, json
 import torch
 from insum_nn import IndexFacts
-from insum_nn.compiler.schedule import database
+from insum_nn.compiler.tuning import database
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.facts import StaticTable

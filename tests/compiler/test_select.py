@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from insum_nn.compiler.schedule import database
 from insum_nn.compiler.schedule import tune as tune_module
-from insum_nn.compiler.schedule.select import Measured, Selected, Task, select
 from insum_nn.compiler.schedule.tune import tune
+from insum_nn.compiler.tuning import database
+from insum_nn.compiler.tuning.select import Measured, Selected, Task, select
 
 KEY = {"format": 0, "kind": "imagined", "statement": "y[i] += x[i]", "static": {}, "bucket": [14, 5]}
 NEAR = {**KEY, "bucket": [15, 5]}

@@ -12,13 +12,14 @@ import torch
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.forms.form import LONGEST, Form, make_form
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import database, tune
-from insum_nn.compiler.schedule.select import Measurement, Selected
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.schedule.form import LONGEST, Form, make_form
 from insum_nn.compiler.schedule.tune import choose_schedule
+from insum_nn.compiler.tuning import database
+from insum_nn.compiler.tuning.select import Measurement, Selected
 from tests.compiler.test_schedule_store import FACTS, TENSORS, TEXT
 
 KEY = {"kind": "schedule", "statement": "imagined", "static": (("c", 4),), "bucket": [14, 5]}

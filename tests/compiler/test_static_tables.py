@@ -11,10 +11,10 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, Program
-from insum_nn.compiler.forms.form import Form
 from insum_nn.compiler.ir.build import Names
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.runtime.dispatch import Spec, prepare
+from insum_nn.compiler.schedule.form import Form
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import StaticTable
 from tests.compiler.generated_cases import CASES

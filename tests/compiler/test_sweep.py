@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.nest import write_kernel
 from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.kernels.row_partition import partition_for
 from insum_nn.compiler.kernels.sized import strides_of
+from insum_nn.compiler.kernels.source import write_kernel
+from insum_nn.compiler.schedule.defaults import default_schedule
 from tests.compiler import sweep
 from tests.compiler.generated_cases import form_of
 from tests.compiler.interpreted import interpreter

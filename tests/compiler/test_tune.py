@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import insum_nn
 from insum_nn import Options
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.runtime.steps import tuning
 from insum_nn.compiler.runtime.steps.tuning import TuneReport
-from insum_nn.compiler.schedule import database, session, timing, tune
-from insum_nn.compiler.schedule.cache_folder import cache_folder
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.tuning import database, session, timing
+from insum_nn.compiler.tuning.cache_folder import cache_folder
 from insum_nn.errors import InsumFormatError, InsumNameError
 from tests.compiler.interpreted import interpreter
 from tests.ranks import CONTEXT, new_process
@@ -173,7 +174,7 @@ def test_the_budget_is_kept_and_another_call_goes_on(clock: list[Any], monkeypat
     assert (first.measured, first.left) == (1, 3)
     assert "; 3 left for another call; a step took " in str(first)
     (done,) = [each for each in first.statements if each.state == "measured"]
-    assert sum(done.sizes) == max(sum(each.sizes) for each in first.statements)
+    assert sum(done.key["bucket"]) == max(sum(each.key["bucket"]) for each in first.statements)
     then = insum_nn.tune(module, *given, budget=60.0, backward=False)
     assert (then.measured, then.left) == (3, 0)
     assert sorted(each.state for each in then.statements) == ["measured", "measured", "measured", "stored"]
@@ -297,11 +298,11 @@ def rank(number: int, folder: str, dies: bool, out: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
     key = {"kind": "schedule", "statement": "y[i] += x[i]", "bucket": [14], "dtype": "float32"}
 
-    def invented(step: Any, budget: float, found: list[session.TaskRecord], begin: float) -> TuneReport:
+    def invented(step: Any, budget: float, found: list[session.Tuned], begin: float) -> TuneReport:
         if dies:
             os._exit(3)
         database.write(key, {"schedule": {"m": 4}})
-        found.append(session.TaskRecord(key, 1.0, None, "measured", None, ""))
+        found.append(session.Tuned(key, 1.0, None, "measured", None, ""))
         return TuneReport((), "", 0.0)
 
     tuning._tuned = invented  # type: ignore[assignment]

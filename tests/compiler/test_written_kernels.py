@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from insum_nn.compiler.forms.parameters import Launcher
 from insum_nn.compiler.kernels import background, launch, written
+from insum_nn.compiler.kernels.source import Launcher
 from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
 from tests.compiler.corpus.statements import DEVICE_TYPE
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from insum_nn.compiler.schedule.cache_folder import own_folder
+from insum_nn.compiler.tuning.cache_folder import own_folder
 from insum_nn.datasets.rooms import CLASSES, PALETTE, UNLABELLED, Room, read_point_file, read_points, write_ply
 from insum_nn.datasets.s3dis import S3DIS, collate, read_room, voxel_sample
 from insum_nn.datasets.synthetic_rooms import SyntheticRooms, generate_room

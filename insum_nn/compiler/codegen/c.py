@@ -19,10 +19,10 @@ from insum_nn.compiler.ir.build import INITIAL
 from insum_nn.compiler.ir.graph import factors_of, loops_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Kernel, Load, Loop, Op, Size, Store, conjuncts, walk
 from insum_nn.compiler.ir.verify import verify_kernel
-from insum_nn.compiler.passes.cpu.lower import lower
 from insum_nn.compiler.passes.cpu.pad_operands import ROOM, Padded, highest, pad_operands
 from insum_nn.compiler.passes.cpu.place_lanes import extent_of, steps_of
-from insum_nn.compiler.passes.cpu.transpose_operands import Transposed, transpose_operands
+from insum_nn.compiler.passes.cpu.transpose_operands import Transposed
+from insum_nn.compiler.passes.pipeline import lower
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["CKernel", "NotInC", "c_kernel"]
@@ -76,9 +76,7 @@ def c_kernel(
     Raises:
         NotInC: the kernel has something that C functions do not.
     """
-    kernel, copies = transpose_operands(kernel, made)
-    lowered = lower(kernel)
-    verify_kernel(lowered.kernel, placed=False)
+    lowered = lower(kernel, made)
     printer = _Printer(lowered, name, vector_bytes)
     wide, padded, finite = pad_operands(lowered.kernel, printer.place.lanes)
     if padded:
@@ -89,7 +87,7 @@ def c_kernel(
         verify_kernel(wide, placed=False)
         inner = _Printer(replace(lowered, kernel=wide), f"{name}_wide", vector_bytes).print()
         found = printer.padding(name, found, inner, padded, finite, loops_of(kernel))
-    return replace(found, copies=copies)
+    return replace(found, copies=lowered.copies)
 
 
 class _Printer(Values):

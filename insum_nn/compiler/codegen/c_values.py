@@ -27,9 +27,9 @@ from insum_nn.compiler.ir.nodes import (
     walk,
 )
 from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
-from insum_nn.compiler.passes.cpu.lower import Lowered
 from insum_nn.compiler.passes.cpu.place_lanes import extent_of, place_lanes, steps_of
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
+from insum_nn.compiler.passes.pipeline import Lowered
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["NotInC", "Pieces", "Range", "Slot", "Values"]

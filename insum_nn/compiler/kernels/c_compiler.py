@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from insum_nn.compiler.kernels.ahead import processors
-from insum_nn.compiler.schedule.cache_folder import located, write
+from insum_nn.compiler.tuning.cache_folder import located, write
 from insum_nn.locks import new_lock
 
 __all__ = ["CFunction", "background", "find_compiler", "submit", "vector_bytes"]

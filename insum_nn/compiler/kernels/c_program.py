@@ -27,7 +27,6 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.c import CKernel, NotInC, c_kernel
 from insum_nn.compiler.codegen.c_prelude import PIECES
-from insum_nn.compiler.forms.tables import Unrolling, unroll
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
 from insum_nn.compiler.kernels.c_compiler import CFunction, background, submit, vector_bytes
@@ -36,7 +35,8 @@ from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.printed import Body, Run, Sizes, function_of_lines
-from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
+from insum_nn.compiler.passes.pipeline import unrolled
+from insum_nn.compiler.passes.unroll import Unrolling, unroll
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 from insum_nn.locks import new_lock
 
@@ -96,8 +96,7 @@ def algorithm_of(bound: Bound, tables: Tables) -> Kernel:
         NotInC: they have too many entries.
     """
     found = _unrolled(bound, tables)
-    kernel = build(bound)
-    return fold_static_tables(kernel, found.tables, found.names, found.places) if found.tables else kernel
+    return unrolled(build(bound), found.tables, found.names, found.places)
 
 
 @lru_cache(maxsize=64)

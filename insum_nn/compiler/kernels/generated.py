@@ -9,10 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from insum_nn.compiler.forms.form import CELLS, LONGEST, ROW_LOOP, Form, make_form
-from insum_nn.compiler.forms.group_by_key import group_by_key
-from insum_nn.compiler.forms.placement import MANY_TERMS
-from insum_nn.compiler.forms.plan import keep_plans
+from insum_nn.compiler.ir.schedule import UNDIVIDED, Precision, Schedule, precision_of
 from insum_nn.compiler.kernels.background import prepared
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.row_partition import (
@@ -26,11 +23,14 @@ from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel, reach_of, strid
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.printed import Body, Run, Sizes
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule.build_once import BuildOnce
-from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.select import Selected
-from insum_nn.compiler.schedule.space import UNDIVIDED, Precision, Schedule, precision_of
+from insum_nn.compiler.schedule.form import CELLS, LONGEST, ROW_LOOP, Form, make_form
+from insum_nn.compiler.schedule.group_by_key import group_by_key
+from insum_nn.compiler.schedule.placement import MANY_TERMS
+from insum_nn.compiler.schedule.plan import keep_plans
 from insum_nn.compiler.schedule.tune import capturing, choose_schedule
+from insum_nn.compiler.tuning.build_once import BuildOnce
+from insum_nn.compiler.tuning.database import size_bucket
+from insum_nn.compiler.tuning.select import Selected
 from insum_nn.facts import StaticTable
 
 __all__ = ["Generated"]

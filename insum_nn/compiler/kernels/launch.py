@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.nest import Source
-from insum_nn.compiler.forms.parameters import Launcher, OnDevice
 from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import Collection, collecting, target_of
 from insum_nn.compiler.kernels.c_launcher import build_ahead, prepare_launcher
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target, compile_code, drop_module, make_module
+from insum_nn.compiler.kernels.source import Launcher, OnDevice, Source
 from insum_nn.compiler.kernels.stored_code import Loaded, find_code, is_storable, is_stored, remember_code
-from insum_nn.compiler.schedule.build_once import BuildOnce
+from insum_nn.compiler.tuning.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
 from insum_nn.locks import new_lock
 

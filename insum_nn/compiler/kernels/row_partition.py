@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from insum_nn.compiler.forms.form import Form
+from insum_nn.compiler.ir.schedule import UNDIVIDED, Schedule
 from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks, tile_rows
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
-from insum_nn.compiler.schedule.space import UNDIVIDED, Schedule
+from insum_nn.compiler.schedule.form import Form
 from insum_nn.tensor_cache import TensorCache
 
 __all__ = [

@@ -15,18 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.additional import memory_of
-from insum_nn.compiler.forms.coverage import Coverage
-from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.nest import SOURCE_SHAPE, Source, write_kernel
-from insum_nn.compiler.forms.parameters import Launcher, Numbers, OnDevice, Strides, initial_steps
 from insum_nn.compiler.ir.nodes import Const
+from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels.collection import block_of, write_collection
 from insum_nn.compiler.kernels.launch import launcher
 from insum_nn.compiler.kernels.row_partition import RowPartition, bitmasks_of
+from insum_nn.compiler.kernels.source import (
+    SOURCE_SHAPE,
+    Launcher,
+    Numbers,
+    OnDevice,
+    Source,
+    Strides,
+    initial_steps,
+    write_kernel,
+)
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import function_of_lines
-from insum_nn.compiler.schedule.space import Precision, Schedule
+from insum_nn.compiler.schedule.additional import memory_of
+from insum_nn.compiler.schedule.coverage import Coverage
+from insum_nn.compiler.schedule.form import Form
 from insum_nn.dtypes import dtype_of
 from insum_nn.locks import cached_property
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target
-from insum_nn.compiler.schedule.cache_folder import own_folder, read, write
+from insum_nn.compiler.tuning.cache_folder import own_folder, read, write
 
 __all__ = ["Loaded", "find_code", "is_storable", "is_stored", "remember_code"]
 

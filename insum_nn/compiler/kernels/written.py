@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from insum_nn.compiler.forms.nest import Source
-from insum_nn.compiler.forms.parameters import Launcher
 from insum_nn.compiler.ir.nodes import Const
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels.ahead import collecting
 from insum_nn.compiler.kernels.launch import available, interpreted, launcher, load_ahead
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.kernels.source import Launcher, Source
 
 __all__ = ["POINTERS", "WrittenKernel", "WrittenKernels"]
 

@@ -45,6 +45,7 @@ from insum_nn.compiler.ir.nodes import (
     multiply,
     walk,
 )
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.combining import selecting
 from insum_nn.compiler.passes.extrema import selected
 from insum_nn.compiler.passes.lane_sums import MOST, lane_sums
@@ -52,7 +53,6 @@ from insum_nn.compiler.passes.own_rows import ENTRY, RowWalk
 from insum_nn.compiler.passes.sum_terms import Cell, Space, summed
 from insum_nn.compiler.passes.terms import indices_of, term_of
 from insum_nn.compiler.passes.unify_variants import switch
-from insum_nn.compiler.schedule.space import Schedule
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["WORD_BITS", "K", "Lanes", "M", "N", "Tiler", "Tiling", "parts_of", "tile"]

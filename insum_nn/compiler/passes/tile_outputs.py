@@ -37,11 +37,11 @@ from insum_nn.compiler.ir.nodes import (
     conjunction,
     conjuncts,
 )
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.passes.own_rows import ROW, RowWalk
 from insum_nn.compiler.passes.sum_terms import Space, partial_sums, without
 from insum_nn.compiler.passes.terms import Term, indices_of, select, term_of
 from insum_nn.compiler.passes.tile import M, N, Tiler, Tiling
-from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["tile_outputs"]
 

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.ir.canonical import canonical, canonical_tables, messages_name
 from insum_nn.compiler.kernels.c_program import (
     CProgram,
     Part,
@@ -54,7 +55,6 @@ from insum_nn.compiler.runtime.composite.fused_kernels import FusedKernels, One
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence, c_program
 from insum_nn.compiler.runtime.execution import Executable, Executables, forgets_programs, generation
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
-from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, messages_name
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 from insum_nn.tensor_cache import builder_versions, insert, unwritten

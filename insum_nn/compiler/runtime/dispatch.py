@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.ir.canonical import messages_name
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout, bind, layout_of
 from insum_nn.compiler.lang.declared_facts import Origin
 from insum_nn.compiler.lang.derivative import apart, roundings
@@ -31,7 +32,6 @@ from insum_nn.compiler.runtime.artifact import Artifact, Facts, Programs, progra
 from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequence
 from insum_nn.compiler.runtime.execution import Executable
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
-from insum_nn.compiler.schedule.canonical import messages_name
 from insum_nn.dtypes import not_dense
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.locks import cached_property

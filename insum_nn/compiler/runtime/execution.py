@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum_nn.compiler.codegen.c import NotInC
 from insum_nn.compiler.codegen.calls import CallGraph
-from insum_nn.compiler.forms.form import FormError
+from insum_nn.compiler.ir.canonical import canonical, canonical_tables, named_as
 from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents, known_in_c
 from insum_nn.compiler.kernels.c_structures import clear_entries
 from insum_nn.compiler.kernels.generated import Generated
@@ -30,8 +30,8 @@ from insum_nn.compiler.runtime.backends import (
 )
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
 from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of, without_unused_facts
-from insum_nn.compiler.schedule.build_once import BuildOnce, CacheKey, shared_key
-from insum_nn.compiler.schedule.canonical import canonical, canonical_tables, named_as
+from insum_nn.compiler.schedule.form import FormError
+from insum_nn.compiler.tuning.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import Tables
 from insum_nn.locks import new_lock

@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.device import device_of, fitting, is_measured, without_measuring
-from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.plan import NO_PLAN
+from insum_nn.compiler.ir.canonical import shown_statement
+from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearsing
 from insum_nn.compiler.kernels.launch import interpreted
@@ -24,12 +22,14 @@ from insum_nn.compiler.kernels.row_partition import partition_for
 from insum_nn.compiler.kernels.sized import prepare_kernel
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule import database as store
-from insum_nn.compiler.schedule import session, timing
-from insum_nn.compiler.schedule.canonical import shown_statement
-from insum_nn.compiler.schedule.progress import Progress
-from insum_nn.compiler.schedule.select import Measured, Measurement, Selected, Task, select, stored
-from insum_nn.compiler.schedule.space import Precision, Schedule
+from insum_nn.compiler.schedule.defaults import default_schedule
+from insum_nn.compiler.schedule.device import device_of, fitting, is_measured, without_measuring
+from insum_nn.compiler.schedule.form import Form
+from insum_nn.compiler.schedule.plan import NO_PLAN
+from insum_nn.compiler.tuning import database as store
+from insum_nn.compiler.tuning import session, timing
+from insum_nn.compiler.tuning.progress import Progress
+from insum_nn.compiler.tuning.select import Measured, Measurement, Selected, Task, select, stored
 from insum_nn.facts import StaticTable
 
 __all__ = [

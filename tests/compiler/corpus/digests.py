@@ -13,17 +13,17 @@ import torch
 from torch.fx.node import _get_qualified_name
 
 from insum_nn.compiler.codegen.calls import Call, CallGraph
-from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.form import Form, FormError
-from insum_nn.compiler.forms.nest import Source, write_kernel
+from insum_nn.compiler.ir.schedule import Schedule, precision_of
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.launch import function_of
 from insum_nn.compiler.kernels.sized import strides_of, types_of
+from insum_nn.compiler.kernels.source import Source, write_kernel
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library.programs import library_calls_of
-from insum_nn.compiler.schedule.space import Schedule, precision_of
+from insum_nn.compiler.schedule.candidates import candidates
+from insum_nn.compiler.schedule.defaults import default_schedule
+from insum_nn.compiler.schedule.form import Form, FormError
 from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
 
 __all__ = ["Code", "code_of", "digest", "graphs_of", "ttir", "without_call_names", "without_names"]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from insum_nn.compiler.runtime.execution import Executables
-from insum_nn.compiler.schedule.database import digest
+from insum_nn.compiler.tuning.database import digest
 from tests.compiler.corpus.statements import RECORDED, Entry, from_call
 
 # Of statements with static tables so many are kept, those of the fewest numbers.

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from insum_nn.compiler.ir.access import is_index
 from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, Store, conjuncts, operands, walk
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
 from insum_nn.compiler.passes.cpu.written_cells import WrittenCells
 from insum_nn.compiler.passes.own_rows import ENTRY, ROW
-from insum_nn.compiler.schedule.space import Schedule
 
 __all__ = ["Placement", "extent_of", "place_lanes", "steps_of"]
 

@@ -21,10 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.additional import Walk, fused_form, is_owned, read_at, union
-from insum_nn.compiler.forms.form import Form, FormError, atoms
-from insum_nn.compiler.forms.plan import Plan
 from insum_nn.compiler.ir.access import affine_terms
+from insum_nn.compiler.ir.canonical import named_as, names_of
 from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
@@ -35,12 +33,14 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.own_rows import ROW
 from insum_nn.compiler.runtime.execution import Executable
-from insum_nn.compiler.schedule import database as store
-from insum_nn.compiler.schedule.canonical import named_as, names_of
-from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.select import Measured, Selected, Task
-from insum_nn.compiler.schedule.timing import time_whole
+from insum_nn.compiler.schedule.additional import Walk, fused_form, is_owned, read_at, union
+from insum_nn.compiler.schedule.form import Form, FormError, atoms
+from insum_nn.compiler.schedule.plan import Plan
 from insum_nn.compiler.schedule.tune import select_or_tune, worth_selecting
+from insum_nn.compiler.tuning import database as store
+from insum_nn.compiler.tuning.database import size_bucket
+from insum_nn.compiler.tuning.select import Measured, Selected, Task
+from insum_nn.compiler.tuning.timing import time_whole
 from insum_nn.facts import IndexFacts
 from insum_nn.tensor_cache import insert
 

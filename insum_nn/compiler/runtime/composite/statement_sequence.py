@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen.c import NotInC
+from insum_nn.compiler.ir.canonical import canonical, canonical_tables
 from insum_nn.compiler.kernels.ahead import collecting
 from insum_nn.compiler.kernels.c_program import NOWHERE, CProgram, compiled_extents, known_in_c, limits_of_extents
 from insum_nn.compiler.kernels.c_program import Part as CPart
@@ -32,7 +33,6 @@ from insum_nn.compiler.passes.split_static_tables import split_static_tables
 from insum_nn.compiler.runtime.backends import choose_backend
 from insum_nn.compiler.runtime.composite.read_cells import SizedClear, UnreadCells
 from insum_nn.compiler.runtime.execution import Executable, executable, generation
-from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of, multiplies_blocks
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from insum_nn.compiler.forms.placement import SHARED_MULTIPLE
 from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
 from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.schedule.placement import SHARED_MULTIPLE
 
 __all__ = ["FixedExtents", "fix_extents", "is_feature"]
 

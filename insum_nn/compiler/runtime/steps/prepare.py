@@ -12,7 +12,7 @@ from torch import nn
 
 from insum_nn.compiler.kernels.ahead import Collection, Compiled, collect, compile_all, default_workers
 from insum_nn.compiler.runtime.steps.step import copied, run_step
-from insum_nn.compiler.schedule.progress import Progress
+from insum_nn.compiler.tuning.progress import Progress
 from insum_nn.errors import InsumBackendError
 
 __all__ = ["PrepareReport", "prepare"]

@@ -15,10 +15,10 @@ from torch import nn
 
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.compiler.runtime.steps.step import Step, copied, run_step
-from insum_nn.compiler.schedule import database, session, timing
-from insum_nn.compiler.schedule.cache_folder import own_folder
+from insum_nn.compiler.tuning import database, session, timing
+from insum_nn.compiler.tuning.cache_folder import own_folder
 
-__all__ = ["TuneReport", "Tuned", "tune"]
+__all__ = ["TuneReport", "tune"]
 
 _log = logging.getLogger("insum_nn.tuning")
 
@@ -26,49 +26,6 @@ _log = logging.getLogger("insum_nn.tuning")
 _STEPS, _PASSES = 5, 8
 # Further seconds that other ranks wait for the one that measures: it compiles, and runs the step several times.
 _GRACE = 120.0
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """A statement and size of a step.
-
-    Attributes:
-        statement: in canonical names.
-        kind: "schedule" of a kernel, or "fusion": whether several gradients share one.
-        sizes: powers of two that bound the extents of its indices, then of the output.
-        dtype: of its factors.
-        state: "measured" now; "stored": measured before; "left": there was no time; "failed": no candidate ran, there
-            was not enough memory, or another process measured for too long.
-        selected: what is used from now on.
-        before_us: microseconds of what was used before; `None`: not measured.
-        after_us: microseconds of what is used from now on.
-        candidates: how many were measured.
-        seconds: that measuring took.
-    """
-
-    statement: str
-    kind: str
-    sizes: tuple[int, ...]
-    dtype: str
-    state: session.State
-    selected: str
-    before_us: float | None
-    after_us: float | None
-    candidates: int
-    seconds: float
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast as before it is; 1.0 where that was not measured."""
-        return self.before_us / self.after_us if self.before_us and self.after_us else 1.0
-
-    def __str__(self) -> str:
-        sizes = ",".join(f"2^{size}" for size in self.sizes)
-        head = f"{self.statement} [{sizes}] {self.dtype}: "
-        if self.before_us is None or self.after_us is None:
-            return f"{head}{self.state}"
-        times = f"{self.before_us:.1f} us before, {self.after_us:.1f} now ({self.gain:.2f} times as fast)"
-        return f"{head}{times}: {self.selected}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +40,7 @@ class TuneReport:
         step_after_us: the same afterwards.
     """
 
-    statements: tuple[Tuned, ...]
+    statements: tuple[session.Tuned, ...]
     reason: str
     seconds: float
     step_before_us: float | None = None
@@ -162,7 +119,7 @@ def tune(
     rank, others = _ranks()
     if rank:
         return _wait(budget + _GRACE if timeout is None else timeout, begin)
-    entries: list[session.TaskRecord] = []
+    entries: list[session.Tuned] = []
     try:
         if reason := _why_not():
             report = TuneReport((), reason, time.perf_counter() - begin)
@@ -192,7 +149,7 @@ def _step(module: Step, args: Any, kwargs: Any, backward: bool, double_backward:
         module.zero_grad(set_to_none=True)
 
 
-def _tuned(step: Callable[[], None], budget: float, entries: list[session.TaskRecord], begin: float) -> TuneReport:
+def _tuned(step: Callable[[], None], budget: float, entries: list[session.Tuned], begin: float) -> TuneReport:
     """Run a step until its tasks are measured or the budget is spent; what was measured goes to `entries`."""
     tasks = session.Session()
     try:
@@ -228,23 +185,8 @@ def _tuned(step: Callable[[], None], budget: float, entries: list[session.TaskRe
         clear_cache()
 
 
-def _statements(tasks: session.Session) -> tuple[Tuned, ...]:
-    order = sorted(tasks.records.values(), key=lambda each: -each.weight)
-    return tuple(
-        Tuned(
-            statement=each.key["statement"],
-            kind=each.key["kind"],
-            sizes=tuple(each.key["bucket"]),
-            dtype=each.key["dtype"],
-            state=each.state,
-            selected=str(each.after) if each.key["kind"] == "schedule" else each.reason,
-            before_us=each.before_us,
-            after_us=each.after_us,
-            candidates=each.count,
-            seconds=each.seconds,
-        )
-        for each in order
-    )
+def _statements(tasks: session.Session) -> tuple[session.Tuned, ...]:
+    return tuple(sorted(tasks.records.values(), key=lambda each: -each.weight))
 
 
 # Several ranks.
@@ -269,7 +211,7 @@ def _job() -> tuple[Any, str]:
     return store, f"insum_nn/tune/{_calls}"
 
 
-def _publish(entries: list[session.TaskRecord]) -> None:
+def _publish(entries: list[session.Tuned]) -> None:
     """Hand what was measured to the other ranks, which may not see this one's files."""
     found = [database.find(each.key) for each in entries]
     store, name = _job()

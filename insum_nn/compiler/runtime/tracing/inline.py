@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen.calls import CallGraph
+from insum_nn.compiler.ir.canonical import canonical, canonical_tables
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
 from insum_nn.compiler.lang.index_checks import is_inside, lowest_entry
@@ -29,7 +30,6 @@ from insum_nn.compiler.runtime.dispatch import Spec, broadcast
 from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.runtime.modes import graph_constant, is_functional, may_be_empty, records_graph
 from insum_nn.compiler.runtime.tracing.inline_kernel import inline_kernel
-from insum_nn.compiler.schedule.canonical import canonical, canonical_tables
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 
 __all__ = ["inline", "inline_by_rows", "inlines"]

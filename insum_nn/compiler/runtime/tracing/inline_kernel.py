@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.forms.form import Form, FormError, make_form
-from insum_nn.compiler.forms.group_by_key import group_by_key
-from insum_nn.compiler.forms.parameters import Strides, initial_steps
+from insum_nn.compiler.ir.schedule import precision_of
 from insum_nn.compiler.kernels.launch import function_of
 from insum_nn.compiler.kernels.row_partition import RowPartition, new_bitmasks_of, rows_of, tiles_of
 from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel
+from insum_nn.compiler.kernels.source import Strides, initial_steps
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library.fixed_extents import fix_extents
 from insum_nn.compiler.runtime.modes import exceeds, size_hint
-from insum_nn.compiler.schedule.database import size_bucket
-from insum_nn.compiler.schedule.space import precision_of
+from insum_nn.compiler.schedule.form import Form, FormError, make_form
+from insum_nn.compiler.schedule.group_by_key import group_by_key
 from insum_nn.compiler.schedule.tune import choose_unmeasured
+from insum_nn.compiler.tuning.database import size_bucket
 from insum_nn.facts import StaticTable
 
 __all__ = ["inline_kernel"]

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from insum_nn.compiler.forms.defaults import default_schedule, is_swapped, tiles_at_most
-from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.placement import MANY_TERMS, place_indices
+from insum_nn.compiler.ir.schedule import Schedule, power
 from insum_nn.compiler.passes.tile import Tiling
-from insum_nn.compiler.schedule.space import Schedule, power
+from insum_nn.compiler.schedule.defaults import default_schedule, is_swapped, tiles_at_most
+from insum_nn.compiler.schedule.form import Form
+from insum_nn.compiler.schedule.placement import MANY_TERMS, place_indices
 
 __all__ = ["candidates"]
 

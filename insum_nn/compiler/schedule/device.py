@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from insum_nn.compiler.forms.candidates import candidates
-from insum_nn.compiler.forms.defaults import default_schedule
-from insum_nn.compiler.forms.form import Form
-from insum_nn.compiler.forms.placement import place_indices
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.ir.schedule import Schedule
+from insum_nn.compiler.schedule.candidates import candidates
+from insum_nn.compiler.schedule.defaults import default_schedule
+from insum_nn.compiler.schedule.form import Form
+from insum_nn.compiler.schedule.placement import place_indices
 
 __all__ = ["H200", "Device", "device_of", "fitting", "is_measured", "shared_memory", "without_measuring"]
 

@@ -15,21 +15,21 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from insum_nn.compiler.forms.combining import Combining, combining, in_order
-from insum_nn.compiler.forms.plan import Plan
-from insum_nn.compiler.forms.tables import Unrolling, unroll
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.build import OUTPUT, build
+from insum_nn.compiler.ir.canonical import canonical_key, names_of
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, operands, replacing
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.syntax import Apply, Factor, Number, leaves
 from insum_nn.compiler.passes import own_rows
-from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
 from insum_nn.compiler.passes.own_rows import ROW
+from insum_nn.compiler.passes.pipeline import unrolled
 from insum_nn.compiler.passes.terms import indices_of, term_of
-from insum_nn.compiler.schedule.canonical import canonical_key, names_of
-from insum_nn.compiler.schedule.database import size_bucket
+from insum_nn.compiler.passes.unroll import Unrolling, unroll
+from insum_nn.compiler.schedule.combining import Combining, combining, in_order
+from insum_nn.compiler.schedule.plan import Plan
+from insum_nn.compiler.tuning.database import size_bucket
 from insum_nn.dtypes import dtype_of
 from insum_nn.facts import StaticTable
 from insum_nn.locks import cached_property
@@ -412,12 +412,10 @@ def _combined(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int, list[
 
 def _unrolled(kernel: Kernel, bound: Bound, unrolling: Unrolling) -> Kernel:
     """The kernel with its static tables as numbers."""
-    if not unrolling.tables:
-        return kernel
     names = names_of(bound.statement)
     points = [{names.indices[name]: value for name, value in place.items()} for place in unrolling.places]
     tables = {names.tensors[name]: table for name, table in unrolling.tables.items() if name in names.tensors}
-    return fold_static_tables(kernel, tables, [names.indices[name] for name in unrolling.names], points)
+    return unrolled(kernel, tables, [names.indices[name] for name in unrolling.names], points)
 
 
 def _atomic(form: Form) -> Form:

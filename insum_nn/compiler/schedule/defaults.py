@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from insum_nn.compiler.forms.form import CELLS, ENTRY, LONGEST, ROW_LOOP, Form, Product
-from insum_nn.compiler.forms.placement import MANY_TERMS, element_axes
-from insum_nn.compiler.schedule.space import UNDIVIDED, Schedule, power
+from insum_nn.compiler.ir.schedule import UNDIVIDED, Schedule, power
+from insum_nn.compiler.schedule.form import CELLS, ENTRY, LONGEST, ROW_LOOP, Form, Product
+from insum_nn.compiler.schedule.placement import MANY_TERMS, element_axes
 from insum_nn.dtypes import is_widened
 
 __all__ = ["default_schedule", "is_swapped", "tiles_at_most"]

@@ -23,10 +23,10 @@ from typing import IO, Any
 
 import torch
 
+from insum_nn.compiler.ir.canonical import canonical_key, digest
 from insum_nn.compiler.kernels.machine_code import triton_version
 from insum_nn.compiler.lang.bind import Bound, Extents
-from insum_nn.compiler.schedule import cache_folder
-from insum_nn.compiler.schedule.canonical import canonical_key, digest
+from insum_nn.compiler.tuning import cache_folder
 from insum_nn.facts import StaticTable
 from insum_nn.locks import new_lock
 

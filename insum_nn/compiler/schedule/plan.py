@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from insum_nn.compiler.schedule.cache_folder import read, remove, sealed, times, unsealed, write
-from insum_nn.compiler.schedule.database import UNREADABLE, versions
+from insum_nn.compiler.tuning.cache_folder import read, remove, sealed, times, unsealed, write
+from insum_nn.compiler.tuning.database import UNREADABLE, versions
 from insum_nn.locks import cached_property, new_lock
 from insum_nn.version import __version__
 

@@ -15,11 +15,11 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from insum_nn.compiler.schedule import database
-from insum_nn.compiler.schedule.select import Selected, Task, select
+from insum_nn.compiler.tuning import database
+from insum_nn.compiler.tuning.select import Selected, Task, select
 from insum_nn.locks import new_lock
 
-__all__ = ["Session", "State", "TaskRecord", "active", "is_current", "opened"]
+__all__ = ["Session", "State", "Tuned", "active", "is_current", "opened"]
 
 T = TypeVar("T")
 State = Literal["stored", "left", "measured", "failed"]
@@ -32,20 +32,21 @@ class _Tune(Protocol):
 
 
 @dataclass
-class TaskRecord:
-    """A tuning task of a step.
+class Tuned:
+    """A tuning task of a step: a statement and its sizes.
 
     Attributes:
         key: of the database.
         weight: multiplications that depend on it.
         before: what was selected without measuring.
-        state: "stored": measured before; "left": not measured; "measured"; "failed": no candidate ran, or there was no
-            memory, or another process measured for too long.
-        after: what was selected in the end.
+        state: "measured" now; "stored": measured before; "left": there was no time; "failed": no candidate ran, there
+            was not enough memory, or another process measured for too long.
+        after: what is used from now on.
         reason: why.
-        before_us, after_us: microseconds of both; `None`: not measured.
-        count: candidates that were measured.
-        seconds: that it took.
+        before_us: microseconds of what was used before; `None`: not measured.
+        after_us: microseconds of what is used from now on.
+        candidates: how many were measured.
+        seconds: that measuring took.
     """
 
     key: Mapping[str, Any]
@@ -56,8 +57,26 @@ class TaskRecord:
     reason: str
     before_us: float | None = None
     after_us: float | None = None
-    count: int = 0
+    candidates: int = 0
     seconds: float = 0.0
+
+    @property
+    def statement(self) -> str:
+        """The statement in canonical names."""
+        return str(self.key["statement"])
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as before it is; 1.0 where that was not measured."""
+        return self.before_us / self.after_us if self.before_us and self.after_us else 1.0
+
+    def __str__(self) -> str:
+        sizes = ",".join(f"2^{size}" for size in self.key["bucket"])
+        head = f"{self.statement} [{sizes}] {self.key['dtype']}: "
+        if self.before_us is None or self.after_us is None:
+            return f"{head}{self.state}"
+        times = f"{self.before_us:.1f} us before, {self.after_us:.1f} now ({self.gain:.2f} times as fast)"
+        return f"{head}{times}: {self.after if self.key['kind'] == 'schedule' else self.reason}"
 
 
 class Session:
@@ -68,7 +87,7 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self.records: dict[str, TaskRecord] = {}
+        self.records: dict[str, Tuned] = {}
         self._admitted: set[str] = set()
         self._until = math.inf
         # Backward runs in threads of torch's own.
@@ -100,7 +119,7 @@ class Session:
             if record is None:
                 found = select(task, None)
                 state: State = "stored" if is_current(task.key) else "left"
-                self.records[name] = TaskRecord(task.key, weight, found.candidate, state, found.candidate, found.reason)
+                self.records[name] = Tuned(task.key, weight, found.candidate, state, found.candidate, found.reason)
                 return found
             # The first is measured whatever it takes: a budget that ends before it would never bring anything.
             done = any(each.state in ("measured", "failed") for each in self.records.values())
@@ -109,7 +128,7 @@ class Session:
             self._admitted.discard(name)
             return self._measured(record, task, tune)
 
-    def _measured(self, record: TaskRecord, task: Task[T], tune: _Tune) -> Selected[T]:
+    def _measured(self, record: Tuned, task: Task[T], tune: _Tune) -> Selected[T]:
         begin = time.perf_counter()
         try:
             found = tune(task, again=True)
@@ -120,7 +139,12 @@ class Session:
             record.state = "failed"
             return select(task, None)
         times = {repr(each.candidate): each.microseconds for each in reversed(found.measured)}
-        record.state, record.after, record.reason, record.count = "measured", found.candidate, found.reason, len(times)
+        record.state, record.after, record.reason, record.candidates = (
+            "measured",
+            found.candidate,
+            found.reason,
+            len(times),
+        )
         record.before_us, record.after_us = times.get(repr(record.before)), times.get(repr(found.candidate))
         return found
 

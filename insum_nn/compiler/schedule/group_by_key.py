@@ -20,14 +20,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from insum_nn.compiler.forms.combining import in_order
-from insum_nn.compiler.forms.form import ENTRY, ROW_LOOP, Form, at_rows, input_of
 from insum_nn.compiler.ir.build import build
+from insum_nn.compiler.ir.canonical import names_of
 from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.ir.nodes import Index, Load
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access
-from insum_nn.compiler.schedule.canonical import names_of
+from insum_nn.compiler.schedule.combining import in_order
+from insum_nn.compiler.schedule.form import ENTRY, ROW_LOOP, Form, at_rows, input_of
 from insum_nn.compiler.schedule.product_cost import worth_grouping
 
 __all__ = ["group_by_key"]

@@ -20,19 +20,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from insum_nn.compiler.forms.coverage import Coverage
-from insum_nn.compiler.forms.form import ROW_LOOP, AdditionalOutput, Form, FormError, at_rows, input_of
-from insum_nn.compiler.forms.placement import adds_rows, element_axes
-from insum_nn.compiler.forms.plan import Plan
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
+from insum_nn.compiler.ir.canonical import names_of
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Index, Kernel, Load, Node, Size, Store
+from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.syntax import Access, Statement
 from insum_nn.compiler.passes.fuse_outputs import fuse_outputs
-from insum_nn.compiler.schedule.canonical import names_of
-from insum_nn.compiler.schedule.space import Schedule
+from insum_nn.compiler.schedule.coverage import Coverage
+from insum_nn.compiler.schedule.form import ROW_LOOP, AdditionalOutput, Form, FormError, at_rows, input_of
+from insum_nn.compiler.schedule.placement import adds_rows, element_axes
+from insum_nn.compiler.schedule.plan import Plan
 from insum_nn.dtypes import is_widened
 
 __all__ = ["Memory", "Walk", "fused_form", "indices_named", "is_owned", "memory_of", "read_at", "union"]

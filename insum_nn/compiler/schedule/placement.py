@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from insum_nn.compiler.forms.form import ENTRY, ROW_LOOP, Form, Product, atoms, reads_of
 from insum_nn.compiler.ir.access import indices_of
 from insum_nn.compiler.ir.nodes import Load, Store
+from insum_nn.compiler.ir.schedule import Schedule, power
 from insum_nn.compiler.passes.tile import WORD_BITS, Lanes, Tiling
-from insum_nn.compiler.schedule.space import Schedule, power
+from insum_nn.compiler.schedule.form import ENTRY, ROW_LOOP, Form, Product, atoms, reads_of
 
 __all__ = [
     "MANY_TERMS",

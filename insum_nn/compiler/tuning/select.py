@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from insum_nn.compiler.schedule import database
+from insum_nn.compiler.tuning import database
 
 __all__ = ["Measured", "Measurement", "Selected", "Task", "nearest", "select", "stored"]
 

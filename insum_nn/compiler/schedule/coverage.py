@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-from insum_nn.compiler.forms.form import Form, atoms
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.nodes import Expr, Index, Load
 from insum_nn.compiler.passes.terms import indices_of
+from insum_nn.compiler.schedule.form import Form, atoms
 
 __all__ = ["Coverage"]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import Literal
 
-from insum_nn.compiler.forms.tables import Unrolling
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access, Subscript
+from insum_nn.compiler.passes.unroll import Unrolling
 
 __all__ = ["Combining", "combining", "in_order"]
 

@@ -1,0 +1,392 @@
+"""Write the kernel of a form under a schedule, and say what it is called with: parameters, and their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from insum_nn.compiler.codegen.triton import print_kernel
+from insum_nn.compiler.codegen.triton_values import lanes_of
+from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
+from insum_nn.compiler.ir.canonical import names_of
+from insum_nn.compiler.ir.nodes import OPERATIONS, Buffer, Const, Expr, Kernel, Load, Loop, Node, Op, Size, walk
+from insum_nn.compiler.ir.schedule import Precision, Schedule
+from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.printed import function_of_lines
+from insum_nn.compiler.passes import pipeline
+from insum_nn.compiler.passes.own_rows import own_rows
+from insum_nn.compiler.passes.tile import parts_of
+from insum_nn.compiler.schedule.form import Form, input_of
+from insum_nn.compiler.schedule.placement import extent_arguments, place_indices
+from insum_nn.dtypes import wide_dtype
+from insum_nn.locks import cached_property
+
+__all__ = ["SOURCE_SHAPE", "Argument", "Launcher", "Numbers", "OnDevice", "Source", "Strides"]
+__all__ += ["arguments_of", "initial_steps", "nest_of", "write_kernel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A kernel's parameter: `kind` and what it belongs to (`tensor` pointer, `stride`, `dim`, `extent`, ...)."""
+
+    kind: str
+    name: str = ""
+    axis: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """How tensors lie in memory, as far as a kernel's text depends on it.
+
+    Attributes:
+        contiguous: for each tensor of the layout.
+        wide: some offset needs 64 bits.
+        split: rows are divided among programs.
+        initial: how the initial value is addressed; see `initial_steps`.
+    """
+
+    contiguous: tuple[bool, ...]
+    wide: bool = False
+    split: bool = False
+    initial: tuple[str, ...] | None = None
+
+
+def initial_steps(initial: Tensor | None) -> tuple[str, ...] | None:
+    """How an initial value is addressed: `None` as the output, else per axis a known step, or "" for an argument."""
+    if initial is None:
+        return None
+    # An expanded axis says so itself; whether all is contiguous, extents without a value do not tell.
+    for step in initial.stride():
+        if type(step) is int and step == 0:
+            break
+    else:
+        if initial.is_contiguous():
+            return None
+    return tuple(_step(extent, step) for extent, step in zip(initial.shape, initial.stride(), strict=True))
+
+
+def _step(extent: int, step: int) -> str:
+    return "0" if step == 0 else "1" if step == 1 else "0" if extent == 1 else ""
+
+
+class Numbers:
+    """How the integer parameters of a kernel, and the number of its programs, follow from the sizes of a call.
+
+    Printed as lines of Python, which read `initial` and `rows`, the initial value and programs' ranges of rows, and
+    what `given` names: the tensors in the layout's order, and the sizes of the call. Sizes may be symbolic, and then
+    what is made of them stays so.
+
+    Args:
+        bound: the statement.
+        arguments: the kernel's parameters.
+        grid: the number of its programs, of sizes.
+        sizes: what these stand for.
+
+    Attributes:
+        inputs: the tensors among the parameters: their places, and their positions among the statement's.
+        others: the other pointers: place, kind, and the position of a tensor or of a further output.
+        given: lines that name what a call is given: tensors v0, .., sizes x0, .. and o0, ..
+        lines: one for each integer parameter, and each size of the grid, that has no such name: `n` and its place.
+        grid: the number of programs, an expression of these names.
+        vectors: the places of steps along an axis, and of lengths of rows: multiples of 16 are read as vectors.
+        names: of all parameters in order, `p` and the place for pointers.
+    """
+
+    def __init__(self, bound: Bound, arguments: Sequence[Argument], grid: Expr, sizes: Mapping[str, Argument]) -> None:
+        layout = bound.layout
+        names, indices = layout.tensors, layout.indices
+        inputs: list[tuple[int, int]] = []
+        others: list[tuple[int, str, int]] = []
+        lines: list[str] = []
+        # Steps along an axis, or lengths of rows: where they are whole vectors, rows are read as vectors.
+        columns = {*layout.output_plain[-1:], *dict(bound.static)}
+        vectors: list[int] = []
+        named: dict[int, str] = {}
+        # Sizes of the grid stand behind the parameters.
+        for place, argument in enumerate((*arguments, *sizes.values())):
+            kind, name, axis = argument.kind, argument.name, argument.axis
+            along = kind in ("stride", "initial_stride")
+            if kind == "tensor":
+                inputs.append((place, names.index(name)))
+                continue
+            if kind == "extent":
+                value = f"x{indices.index(name)}"
+                along = name in columns
+            elif kind == "stride":
+                value = f"v{names.index(name)}.stride({axis})"
+            elif kind == "initial_stride":
+                # It may be of the last axes alone.
+                value = f"initial.stride({axis - len(layout.output_places)})"
+            elif kind == "dim" and name == "@out":
+                value = f"o{axis}"
+                along = True
+            elif kind == "dim":
+                value = f"v{names.index(name)}.shape[{axis}]"
+                along = axis > 0
+            elif kind == "rows":
+                value = "rows"
+            else:
+                position = int(name) if kind == "additional" else -1
+                others.append((place, kind, names.index(name) if name in names else position))
+                continue
+            named[place] = value
+            if not value.isalnum():
+                named[place] = f"n{place}"
+                lines.append(f"n{place} = {value}")
+            if along and place < len(arguments):
+                vectors.append(place)
+        self.inputs, self.others, self.vectors = tuple(inputs), tuple(others), tuple(vectors)
+        self.names = tuple(named.get(place, f"p{place}") for place in range(len(arguments)))
+        self.lines = tuple(lines)
+        self.grid = _printed(grid, {name: named[place] for place, name in enumerate(sizes, len(arguments))})
+        counts = {
+            "v": ("tensors", len(names)),
+            "x": ("indices", len(indices)),
+            "o": ("output", len(layout.output_places)),
+        }
+        self.given = tuple(
+            f"({''.join(f'{letter}{n}, ' for n in range(count))}) = {given}"
+            for letter, (given, count) in counts.items()
+            if count
+        )
+
+    @cached_property
+    def of(self) -> Callable[..., tuple[list[Any], Any]]:
+        """What returns the parameters of a call, with `None` for pointers, and the number of programs."""
+        found = ", ".join("None" if name.startswith("p") else name for name in self.names)
+        text = [
+            "def of(tensors, initial, indices, output, rows):",
+            *self.given,
+            *self.lines,
+            f"return [{found}], {self.grid}",
+        ]
+        return function_of_lines(text, {}, "sizes of a kernel")
+
+
+# Where Python says it otherwise than kernels.
+_PYTHON = {"cdiv": "(-(-{} // {}))", "and": "({} and {})"}
+
+
+def _printed(expr: Expr, names: Mapping[str, str]) -> str:
+    """An expression of sizes in Python."""
+    if isinstance(expr, Const):
+        return str(int(expr.value))
+    if isinstance(expr, Size):
+        return names[expr.name]
+    assert isinstance(expr, Op)
+    return _PYTHON.get(expr.name, OPERATIONS[expr.name].text).format(*[_printed(arg, names) for arg in expr.args])
+
+
+class OnDevice(NamedTuple):
+    """Machine code on a device.
+
+    Attributes:
+        begin: Triton's launcher.
+        handle: the function on the device.
+        metadata: what else its launcher takes.
+        rest: arguments that its launcher takes behind those of the kernel.
+        kernel: whose handle this is, which has to live as long.
+    """
+
+    begin: Callable[..., None]
+    handle: int
+    metadata: Any
+    rest: tuple[int, ...]
+    kernel: object
+
+
+class Launcher(Protocol):
+    """What launches so many programs of a kernel on a list of arguments."""
+
+    def __call__(self, arguments: list[Any], grid: int) -> None: ...
+
+    def compile_ahead(self) -> None: ...
+
+    def on_device(self) -> OnDevice | None:
+        """Return the machine code for pointers that are multiples of 16 bytes, where it is on the device."""
+        ...
+
+
+def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Kernel:
+    """The placed kernel of a form under a schedule."""
+    tiling = replace(place_indices(form, schedule), precision=precision)
+    kernel = _laid_out(_with_arguments(form, extent_arguments(form, tiling)), form, strides)
+    own = None
+    if form.row_index is not None:
+        read = Load(input_of(kernel, form.row_index.buffer.name), form.row_index.subscripts)
+        count = None if form.unrolled else build(form.bound).results[0].buffer.shape[form.row_axis]
+        own = partial(
+            own_rows,
+            row_index=read,
+            axis=form.row_axis if form.unrolled else -1,
+            permuted=form.permuted,
+            divided=strides.split,
+            tiled=form.stack is not None,
+            rows=count,
+        )
+    return pipeline.place(kernel, own, schedule, tiling, several=bool(form.additional))
+
+
+def _with_arguments(form: Form, indices: frozenset[str]) -> Kernel:
+    """The algorithm of a form with some of its known extents as arguments."""
+    if not indices:
+        return form.algorithm
+    letters = names_of(form.bound.statement).indices
+    static = tuple((name, extent) for name, extent in form.bound.static if letters[name] not in indices)
+    return build(replace(form.bound, static=static))
+
+
+# Arguments that belong to a tensor or an index of the statement.
+_NAMED = ("tensor", "bitmasks", "dim", "stride", "extent")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A kernel's text and what it is called with.
+
+    Attributes:
+        text: the module's text; the function's name is `kernel`.
+        arguments: its parameters, in order.
+        grid: the number of programs.
+        sizes: what the sizes in `grid` stand for.
+        schedule: as it applies to this kernel.
+        accumulator: dtype of its sums.
+        finished: it stores the output itself; else sums, to which the initial value and the epilogue are yet to come.
+        lanes: values of its largest tensor, where all tensors lie along one axis; 0: they do not.
+    """
+
+    text: str
+    arguments: tuple[Argument, ...]
+    grid: Expr
+    sizes: Mapping[str, Argument]
+    schedule: Schedule
+    accumulator: torch.dtype
+    finished: bool
+    lanes: int = 0
+
+    def to_json(self, bound: Bound) -> dict[str, Any]:
+        """As JSON, in which tensors and indices go by their places among those of the statement."""
+        layout = bound.layout
+
+        def shown(argument: Argument) -> list[Any]:
+            names = layout.indices if argument.kind == "extent" else layout.tensors
+            has_place = argument.kind in _NAMED and argument.name in names
+            return [argument.kind, names.index(argument.name) if has_place else argument.name, argument.axis]
+
+        return {
+            "text": self.text,
+            "arguments": [*map(shown, self.arguments)],
+            "grid": _shown(self.grid),
+            "sizes": {name: shown(argument) for name, argument in self.sizes.items()},
+            "schedule": self.schedule.to_json(),
+            "finished": self.finished,
+            "lanes": self.lanes,
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any], bound: Bound) -> Source:
+        """From what `to_json` made of it."""
+        layout = bound.layout
+
+        def argument(kind: str, name: int | str, axis: int) -> Argument:
+            names = layout.indices if kind == "extent" else layout.tensors
+            return Argument(kind, names[name] if isinstance(name, int) else name, axis)
+
+        return Source(
+            value["text"],
+            tuple(argument(*each) for each in value["arguments"]),
+            _expr(value["grid"]),
+            {name: argument(*each) for name, each in value["sizes"].items()},
+            Schedule.from_json(value["schedule"]),
+            wide_dtype(bound.dtype),
+            value["finished"],
+            value["lanes"],
+        )
+
+
+SOURCE_SHAPE = {"text": str, "arguments": [(str, object, int)], "sizes": dict, "finished": bool, "lanes": int}
+
+
+def _shown(expr: Expr) -> Any:
+    """An expression of sizes as JSON."""
+    if isinstance(expr, Const):
+        return int(expr.value)
+    if isinstance(expr, Size):
+        return expr.name
+    assert isinstance(expr, Op)
+    return [expr.name, *map(_shown, expr.args)]
+
+
+def _expr(value: Any) -> Expr:
+    if isinstance(value, list):
+        name, *args = value
+        return Op(name, tuple(map(_expr, args)))
+    return Size(value) if isinstance(value, str) else Const(value)
+
+
+def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:
+    """The kernel of a form under a schedule."""
+    if form.row_index is not None or form.combine == "atomic" or not form.reduce:
+        # Rows are divided by their partition; terms that meet in memory are not added up in parts.
+        schedule = replace(schedule, splits=1)
+    if form.additional:
+        schedule = replace(schedule, groups=1)
+    kernel = nest_of(form, schedule, strides, precision)
+    printed = print_kernel(kernel, wide=strides.wide)
+    parameters = arguments_of(form)
+    arguments = tuple(parameters[name] for name in (*(b.name for b in printed.buffers), *printed.sizes))
+    sizes = {node.name: parameters[node.name] for node in walk(printed.grid) if isinstance(node, Size)}
+    # One program has all terms of what it stores.
+    finished = form.combine != "atomic" and schedule.splits == 1
+    schedule = replace(schedule, groups=parts_of(kernel))
+    accumulator = wide_dtype(form.bound.dtype)
+    return Source(printed.text, arguments, printed.grid, sizes, schedule, accumulator, finished, _lanes(kernel))
+
+
+def _lanes(kernel: Kernel) -> int:
+    """The values of the largest tensor of a placed kernel; 0 where its tensors have several axes."""
+    tiles = [loop for loop in walk(kernel) if isinstance(loop, Loop) and loop.role == "tile"]
+    return max(map(lanes_of, tiles), default=1) if len({loop.axis for loop in tiles}) <= 1 else 0
+
+
+def arguments_of(form: Form) -> Mapping[str, Argument]:
+    """What each name of a kernel's parameters stands for."""
+    names = names_of(form.bound.statement)
+    layout = form.bound.layout
+    found = {names.indices[index]: Argument("extent", index) for index in layout.indices}
+    for name, rank in zip(layout.tensors, layout.ranks, strict=True):
+        canonical = names.tensors[name]
+        found |= {canonical: Argument("tensor", name), f"{canonical}_bitmasks": Argument("bitmasks", name)}
+        found |= {f"{canonical}_{axis}": Argument("dim", name, axis) for axis in range(rank)}
+        found |= {f"{canonical}_step_{axis}": Argument("stride", name, axis) for axis in range(rank)}
+    rank = len(layout.output_plain)
+    found |= {f"{OUTPUT}_{axis}": Argument("dim", "@out", axis) for axis in range(rank)}
+    found |= {f"{INITIAL}_step_{axis}": Argument("initial_stride", "", axis) for axis in range(rank)}
+    found |= {f"{OUTPUT}{n}": Argument("additional", str(n - 1)) for n in range(1, len(form.additional) + 1)}
+    found |= {OUTPUT: Argument("out"), INITIAL: Argument("initial")}
+    kinds = ("rows", "begin", "end", "target", "row_of", "order", "workspace")
+    return found | {kind: Argument(kind) for kind in kinds}
+
+
+def _laid_out(kernel: Kernel, form: Form, strides: Strides) -> Kernel:
+    """The kernel with the strides of tensors that are not contiguous."""
+    names, layout = names_of(form.bound.statement), form.bound.layout
+    plain = {names.tensors[name]: c for name, c in zip(layout.tensors, strides.contiguous, strict=True)}
+    changed: dict[Node, Node] = {}
+    for buffer in kernel.inputs:
+        steps = None
+        if buffer.name == INITIAL and strides.initial is not None:
+            each = enumerate(strides.initial)
+            steps = tuple(Const(int(step)) if step else Size(f"{INITIAL}_step_{axis}") for axis, step in each)
+        elif not plain.get(buffer.name, True):
+            steps = tuple(Size(f"{buffer.name}_step_{axis}") for axis in range(len(buffer.shape)))
+        if steps is not None:
+            changed[buffer] = Buffer(buffer.name, buffer.dtype, buffer.shape, buffer.facts, strides=steps)
+    found = kernel.replace(changed) if changed else kernel
+    assert isinstance(found, Kernel)
+    return found

@@ -1,0 +1,1 @@
+"""What is measured and remembered: the database of schedules, how long a call takes, the folder on disk."""
