@@ -126,7 +126,7 @@ AUTOGRAD_FUNCTIONS: dict[str, str] = {}
 # What is kept of tensors between calls; a layer's index tensors are its buffers, and its programs the compiler's.
 # file of ops/ or layers/ -> why it keeps anything all the same; each line here is a debt.
 KEPT_OF_TENSORS: dict[str, str] = {
-    "insum_nn/ops/graph_matrix.py": "the sorted matrix of an edge list: sorting costs more than a product with it",
+    "insum_nn/layers/graph/messages.py": "edges, normalised and sorted: that costs more than a product with them",
     "insum_nn/ops/tensor_product_spec.py": "what a spec decides for each device: selections of columns, programs",
     "insum_nn/ops/tensor_product_roles.py": "likewise",
 }
@@ -140,15 +140,13 @@ CACHED_FUNCTIONS: dict[str, str] = {
 # What torch sees of an operator while it traces is `compiler/runtime/tracing/`.
 # file of ops/ or layers/ -> why it registers an operator of its own all the same; each line here is a debt.
 OWN_OPERATORS: dict[str, str] = {
-    "insum_nn/ops/graph_conv.py": "keeps the graph of calls that promise an order: a compiled step 2.1 ms, without 24; "
-    "of an `Adjacency` takes gradients by the transposed matrix, where those of the statement would sort it",
+    "insum_nn/ops/adjacency_product.py": "takes gradients by the transposed matrix; the statement's would sort it",
     "insum_nn/ops/tensor_product.py": "TorchScript keeps it; on a GPU several gradients are one kernel behind it",
 }
 
 # Gradients are derived: `compiler/lang/derivative.py`.
 # file of ops/ or layers/ -> why it writes the gradient of an operator all the same; each line here is a debt.
 OWN_GRADIENTS: dict[str, str] = {
-    "insum_nn/ops/graph_conv.py": "of the operator above, whose gradient by the features is the same operator",
     "insum_nn/ops/tensor_product.py": "of the operator above, which computes several gradients by one kernel",
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.explain.sections import table
+from insum_nn.compiler.kernels.c_structures import stable_order
 from insum_nn.compiler.kernels.row_partition import keep_bitmasks, keep_lengths
 from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.lang.programs import is_program
@@ -23,7 +24,6 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
     LONG_SUM,
     MOST_CELLS,
     MOST_TERMS,
-    adds_atomically,
     by_table,
     fits_between,
     many_by_columns,
@@ -71,7 +71,6 @@ __all__ = [
     "Explanation",
     "Program",
     "StatementsProgram",
-    "adds_atomically",
     "built_program",
     "by_table",
     "call_step",
@@ -105,6 +104,7 @@ __all__ = [
     "records_graph",
     "run_statements",
     "silu",
+    "stable_order",
     "statement_calls",
     "table",
     "takes_columns",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -44,7 +45,12 @@ def run(
     options: Options,
     out_shape: Sequence[int | None] | None,
 ) -> Tensor:
-    """Run an expression on named tensors, with what is known of those that are index tensors."""
+    """Run an expression on named tensors, with what is known of those that are index tensors.
+
+    Torch's own switch asks for the same bits at every run, as `deterministic` does.
+    """
+    if torch.are_deterministic_algorithms_enabled() and not options.deterministic:
+        options = replace(options, deterministic=True)
     if torch.compiler.is_dynamo_compiling():
         read = {name: fact for name, fact in facts.items() if name in named}
         return call_traced(expression, named, facts=read, options=options, out_shape=out_shape)

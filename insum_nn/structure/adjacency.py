@@ -1,7 +1,4 @@
-"""A graph's adjacency matrix, with all that products with it and their gradients read, made and kept by the caller.
-
-For an edge list `ops/graph_matrix.py` makes and keeps a matrix of its own.
-"""
+"""A graph's adjacency matrix, with all that products with it and their gradients read, made and kept by the caller."""
 
 from __future__ import annotations
 

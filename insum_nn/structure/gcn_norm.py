@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from insum_nn.dtypes import wide_dtype
+from insum_nn.faults import Faults
 from insum_nn.structure.graph_entries import (
     Flow,
     Loops,
@@ -15,7 +18,7 @@ from insum_nn.structure.graph_entries import (
     entry_weights,
 )
 
-__all__ = ["by_degrees", "gcn_norm", "inverse_root"]
+__all__ = ["gcn_norm", "inverse_root"]
 
 
 def inverse_root(degree: Tensor) -> Tensor:
@@ -30,14 +33,8 @@ def inverse_root(degree: Tensor) -> Tensor:
     return torch.where(isolated, 1.0, degree).pow(-0.5).masked_fill(isolated, 0.0)
 
 
-def by_degrees(row: Tensor, col: Tensor, weights: Tensor, num_nodes: int) -> Tensor:
-    """Return (p,) weights times the inverse roots of the degrees of both ends; differentiable.
-
-    >>> by_degrees(torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([4.0, 1.0]), 2).tolist()
-    [2.0, 0.5]
-    """
-    root = inverse_root(weights.new_zeros(num_nodes).index_add(0, row, weights))
-    return root.index_select(0, row) * weights * root.index_select(0, col)
+def _added(row: Tensor, weights: Tensor, rows: int) -> Tensor:
+    return weights.new_zeros(rows).index_add(0, row, weights)
 
 
 def gcn_norm(
@@ -50,6 +47,7 @@ def gcn_norm(
     dtype: torch.dtype | None = None,
     *,
     fixed_size: bool = False,
+    added: Callable[[Tensor, Tensor, int], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the edges of a graph with self-loops, and their weights normalised by the degrees of both ends.
 
@@ -70,6 +68,8 @@ def gcn_norm(
         dtype: of the weights, without `edge_weight`; default torch's.
         fixed_size: keep self-loops of the input, with weight 0 where an added one takes their place, so that no
             size depends on values.
+        added: sums weights by the rows of an index tensor, of so many rows; by default `index_add`, whose order is not
+            fixed on a GPU.
 
     Returns:
         (2, e') int64 and (e',).
@@ -91,6 +91,9 @@ def gcn_norm(
     if edge_weight is None:
         weight = torch.ones(entries.row.shape[0], dtype=dtype, device=edge_index.device)
     else:
+        faults = Faults()
+        faults.device("edge_weight", edge_weight, "edge_index", edge_index)
+        faults.raise_all()
         edge_weight = check_edge_weight(edge_weight, edge_index.shape[1], normalized=True)
         weight = entry_weights(entries, edge_weight, 2.0 if improved else 1.0)
     if fixed_size and add_self_loops:
@@ -98,6 +101,8 @@ def gcn_norm(
         weight = torch.where(edges & (entries.row == entries.col), 0.0, weight)
     # Half types count far less than they can carry, so degrees are summed in float32.
     wide = weight.to(wide_dtype(weight.dtype))
-    normalised = by_degrees(entries.row, entries.col, wide, num_nodes).to(weight.dtype)
+    degree = (added or _added)(entries.row, wide, num_nodes)
+    root = inverse_root(degree)
+    normalised = (root.index_select(0, entries.row) * wide * root.index_select(0, entries.col)).to(weight.dtype)
     ends = (entries.col, entries.row) if flow == "source_to_target" else (entries.row, entries.col)
     return torch.stack(ends), normalised

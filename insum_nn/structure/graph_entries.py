@@ -23,7 +23,7 @@ __all__ = [
     "entry_weights",
 ]
 
-Loops = Literal["none", "remaining", "replaced", "more"]
+Loops = Literal["none", "remaining", "replaced"]
 Flow = Literal["source_to_target", "target_to_source"]
 
 
@@ -146,7 +146,7 @@ def edge_entries(
         num_nodes: nodes; every entry of `edge_index` is one of them.
         loops: `"none"` adds nothing; `"remaining"` gives each node exactly one self-loop, whose weight is that of
             its last self-loop in `edge_index` where it has one; `"replaced"` the same, but its weight is the fill
-            value; `"more"` gives each node one more.
+            value.
         flow: which end of an edge receives.
         fixed_size: keep self-loops of the input where they stand, whatever `loops` says, so that no size depends
             on values; the caller gives those that do not count the weight 0.
@@ -168,13 +168,12 @@ def edge_entries(
     if loops != "none":
         nodes = torch.arange(num_nodes, device=edge_index.device)
         remaining, own = torch.arange(num_edges, device=edge_index.device), torch.full_like(nodes, num_edges)
-        if loops != "more":
-            is_loop = edge_index[0] == edge_index[1]
-            if loops == "remaining":
-                own = _last_loops(edge_index, is_loop, num_nodes)
-            if not fixed_size:
-                remaining = (~is_loop).nonzero().squeeze(1)
-                edge_index = edge_index.index_select(1, remaining)
+        is_loop = edge_index[0] == edge_index[1]
+        if loops == "remaining":
+            own = _last_loops(edge_index, is_loop, num_nodes)
+        if not fixed_size:
+            remaining = (~is_loop).nonzero().squeeze(1)
+            edge_index = edge_index.index_select(1, remaining)
         edge_index = torch.cat([edge_index, nodes.expand(2, -1)], dim=1)
         edge = torch.cat([remaining, own])
     sends, receives = edge_index.unbind(0)

@@ -20,7 +20,7 @@ import insum_nn
 from insum_nn.compiler.runtime.tracing import inline as inline_module
 from insum_nn.facts import IndexFacts
 from insum_nn.layers import GCNConv, TensorProductConv
-from insum_nn.ops.graph_conv import adjacency_product
+from insum_nn.ops.adjacency_product import adjacency_product
 from insum_nn.structure.adjacency import Adjacency
 from tests.compiler.interpreted import interpreter
 from tests.compiler.traced_kernels import Interpreted, launches

@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumShapeError
-from insum_nn.ops.graph_conv import adjacency_product
+from insum_nn.ops.adjacency_product import adjacency_product
+from insum_nn.sorted_rows import sort_pairs
 from insum_nn.structure.adjacency import Adjacency
 from insum_nn.testing.tolerances import assert_matches
 
@@ -111,3 +112,16 @@ def test_errors():
         adjacency_product(torch.randn(5, 3), graph)
     with pytest.raises(InsumDeviceError, match="different devices"):
         adjacency_product(torch.randn(6, 3, device="meta"), graph)
+
+
+@pytest.mark.parametrize("extent", [1, 7, 1 << 20, 1 << 31])
+def test_entries_are_sorted(extent: int):
+    """Packed into one integer, and for extents that do not fit by two sorts."""
+    row, col = torch.randint(extent, (2, 40)) if extent < 1 << 31 else (1 << 30) + torch.randint(5, (2, 40))
+    row[::3], col[::2] = row[0], col[0]
+    first, second, order = sort_pairs(row, col, extent)
+    want = sorted(range(40), key=lambda at: (int(row[at]), int(col[at]), at))
+    assert order.tolist() == want
+    assert torch.equal(first, row[order])
+    assert torch.equal(second, col[order])
+    assert sort_pairs(row[:0], col[:0], extent)[2].shape == (0,)

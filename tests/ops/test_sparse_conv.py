@@ -14,9 +14,9 @@ from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import FACTS, Geometry
 from insum_nn.structure.kernel_map.build import build_kernel_map
 from insum_nn.testing.tolerances import assert_matches
+from tests.allocations import largest_allocation
 from tests.ops.conv_oracle import dense_conv, geometry, random_sites, read
 from tests.ops.oracle import assert_gradients, assert_same, strided
-from tests.ops.test_graph_conv import largest_allocation
 
 # spatial shape, geometry, groups of channels
 CASES = [

@@ -15,7 +15,7 @@ from insum_nn.compiler.kernels.c_compiler import CFunction
 from insum_nn.compiler.lang.index_checks import stats_of
 from insum_nn.tensor_cache import forgets
 
-__all__ = ["Entries", "clear_entries", "entries_of", "order_of", "seen", "sorting"]
+__all__ = ["Entries", "clear_entries", "entries_of", "order_of", "seen", "sorting", "stable_order"]
 
 _TEXT = """\
 void sort(const long *given) {{
@@ -118,6 +118,14 @@ def order_of(entries: Entries, tensor: Tensor, rows: int) -> tuple[Tensor, Tenso
         sort.run(sort.row(tensor.data_ptr(), begin.data_ptr(), order.data_ptr(), tensor.numel(), rows))
         found = entries.orders[rows] = begin, order
     return found
+
+
+def stable_order(tensor: Tensor, rows: int) -> Tensor:
+    """Return the places of the entries of an index tensor, (e,) below `rows`, in ascending order of these."""
+    if tensor.is_cpu and tensor.numel() and sorting(tensor.dtype)[0].run is not None:
+        tensor = tensor.contiguous()
+        return order_of(Entries(tensor), tensor, rows)[1]
+    return tensor.argsort(stable=True)
 
 
 @forgets

@@ -34,7 +34,7 @@ from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.tracing.inline import inline, inlines
 from insum_nn.facts import IndexFacts
 
-__all__ = ["apply", "apply_recorded"]
+__all__ = ["apply", "apply_recorded", "batched"]
 
 # The registered operator.
 
@@ -199,9 +199,9 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         call, initial, *tensors = args
-        batch = _Batch(call, info.batch_size, in_dims[2:])
-        moved = batch.operands(tensors)
-        return apply(batch.spec, moved, batch.initial(initial, in_dims[1]), batch.extents), 0
+        extents = Extents(call.indices, call.output)
+        given = list(zip(tensors, in_dims[2:], strict=True))
+        return batched(call.spec, extents, info.batch_size, given, (initial, in_dims[1])), 0
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -338,8 +338,8 @@ def _finished(
 class _Batch:
     """A batch of statements is one statement with one more index, the first of the output."""
 
-    def __init__(self, call: Call, size: int, dims: Sequence[int | None]) -> None:
-        statement = call.spec.statement
+    def __init__(self, spec: Spec, extents: Extents, size: int, dims: Sequence[int | None]) -> None:
+        statement = spec.statement
         layout = layout_of(statement)
         self.size = size
         self.dims = dims
@@ -352,13 +352,13 @@ class _Batch:
         written = batched_access(statement.output, {*names, statement.output.name}, index)
         text = str(Statement(written, statement.operator, tuple(factors), ""))
         # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
-        facts = tuple((n, f if n not in names else IndexFacts(masked=f.masked)) for n, f in call.spec.facts)
-        static = tuple((name, table) for name, table in call.spec.static if name not in names)
-        self.spec = Spec(text, facts, call.spec.options, call.spec.drop_outside, static, origin=call.spec.origin)
-        sizes = {**dict(zip(layout.indices, call.indices, strict=True)), index: size}
+        facts = tuple((n, f if n not in names else IndexFacts(masked=f.masked)) for n, f in spec.facts)
+        static = tuple((name, table) for name, table in spec.static if name not in names)
+        self.spec = Spec(text, facts, spec.options, spec.drop_outside, static, origin=spec.origin)
+        sizes = {**dict(zip(layout.indices, extents.indices, strict=True)), index: size}
         inner = self.spec.layout
         self.order = inner.tensors
-        self.extents = Extents(tuple(sizes[name] for name in inner.indices), (size, *call.output))
+        self.extents = Extents(tuple(sizes[name] for name in inner.indices), (size, *extents.output))
 
     def operands(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, self.dims, strict=True)]
@@ -372,6 +372,24 @@ class _Batch:
         return initial.expand(self.size, *initial.shape) if dim is None else initial.movedim(dim, 0)
 
 
+# A tensor, and along which axis it is batched.
+_Batched = tuple[Any, int | None]
+
+
+def batched(
+    spec: Spec,
+    extents: Extents,
+    size: int,
+    given: Sequence[_Batched],
+    initial: _Batched,
+    run: RunStatement | None = None,
+) -> Tensor:
+    """Run a batch of calls, along the first axis of the result."""
+    batch = _Batch(spec, extents, size, [dim for _, dim in given])
+    operands = batch.operands([tensor for tensor, _ in given])
+    return (run or apply)(batch.spec, operands, batch.initial(*initial), batch.extents)
+
+
 def _vmap(
     info: Any,
     in_dims: tuple[Any, ...],
@@ -381,15 +399,9 @@ def _vmap(
     indices: list[int],
     output: list[int],
 ) -> tuple[Tensor, int]:
-    batch = _Batch(Call(Spec.from_json(spec), tuple(indices), tuple(output)), info.batch_size, in_dims[1])
-    result = torch.ops.insum_nn.run(
-        batch.spec.to_json(),
-        batch.operands(tensors),
-        batch.initial(initial, in_dims[2]),
-        list(batch.extents.indices),
-        list(batch.extents.output),
-    )
-    return result, 0
+    extents = Extents(tuple(indices), tuple(output))
+    given = list(zip(tensors, in_dims[1], strict=True))
+    return batched(Spec.from_json(spec), extents, info.batch_size, given, (initial, in_dims[2]), _registered), 0
 
 
 torch.library.register_vmap(f"{_NAMESPACE}::run", _vmap)

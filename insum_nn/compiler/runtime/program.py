@@ -22,7 +22,7 @@ from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
-from insum_nn.compiler.runtime.autograd import apply, apply_recorded
+from insum_nn.compiler.runtime.autograd import apply, apply_recorded, batched
 from insum_nn.compiler.runtime.dispatch import (
     Spec,
     broadcast,
@@ -263,12 +263,14 @@ class Program:
         initial = named.get(statement.output.name)
         if len(named) != len(self.names) + (initial is not None) or not named.keys() >= set(self.names):
             check_names(statement.text, statement.tensors(), (statement.output.name,), named, statement)
-        if torch._C._is_any_autocast_enabled() and statement.is_product:
-            named = {name: to_autocast(value) for name, value in named.items()}
-            initial = named.get(statement.output.name)
+        named = {name: self._cast(value) for name, value in named.items()}
+        initial = named.get(statement.output.name)
         ordered = [named[name] for name in self.names]
         self._spec.check_kinds(ordered, initial)
         return ordered, initial
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return to_autocast(tensor) if torch._C._is_any_autocast_enabled() and self.statement.is_product else tensor
 
     def _extents(
         self,
@@ -434,22 +436,33 @@ class ProgramSum:
 # How the operator of `traced` runs a call.
 
 
-@torch.library.impl("insum_nn::call", "CompositeImplicitAutograd")
 def _call(
-    text: str,
-    names: list[str],
-    tensors: list[Tensor],
-    sized: list[str],
-    sizes: list[int],
-    known: list[bool],
-    shape: list[int],
-    shaped: bool,
+    text: str, names: list[str], tensors: list[Tensor], sized: list[str], sizes: list[int], *shape: Any
 ) -> Tensor:
     """A call whose arguments are resolved here, by whoever runs or traces the operator."""
-    program = _program_of(text, frozenset(sized))
-    out_shape = tuple(extent if given else None for extent, given in zip(shape, known, strict=True)) if shaped else None
-    named = dict(zip(names, tensors, strict=True))
-    return program(sizes=dict(zip(sized, sizes, strict=True)), out_shape=out_shape, tensors=named)
+    program, named = _program_of(text, frozenset(sized)), dict(zip(names, tensors, strict=True))
+    return program(sizes=dict(zip(sized, sizes, strict=True)), out_shape=_shape_of(*shape), tensors=named)
+
+
+def _shape_of(known: list[bool], shape: list[int], shaped: bool) -> Shape | None:
+    return tuple(extent if given else None for extent, given in zip(shape, known, strict=True)) if shaped else None
+
+
+torch.library.impl("insum_nn::call", "CompositeImplicitAutograd", _call)
+
+
+@torch.library.register_vmap("insum_nn::call")
+def _call_batched(
+    info: Any, in_dims: Any, text: str, names: list[str], tensors: list[Tensor], sized: list[str], *rest: Any
+) -> tuple[Tensor, int]:
+    program, (sizes, *shape) = _program_of(text, frozenset(sized)), rest
+    dims = dict(zip(names, in_dims[2], strict=True))
+    named = {name: program._cast(tensor) for name, tensor in zip(names, tensors, strict=True)}
+    one = {name: t if dims[name] is None else t.select(dims[name], 0) for name, t in named.items()}
+    extents = program._extents(*program._arrange(one), dict(zip(sized, sizes, strict=True)), _shape_of(*shape))
+    every = (*program.names, program.statement.output.name)
+    *own, initial = [(named.get(name), dims.get(name)) for name in every]
+    return batched(program.spec, extents, info.batch_size, own, initial), 0
 
 
 @torch.library.impl("insum_nn::call_traced", "CompositeImplicitAutograd")

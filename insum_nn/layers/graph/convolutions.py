@@ -9,16 +9,17 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import is_plain_eager
+from insum_nn.compiler.api import is_plain_eager, stable_order
 from insum_nn.dtypes import wide_dtype
+from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.layers.graph.messages import COMBINES, MessageLayer, kept_edges, pyg
-from insum_nn.ops.statements import in_a_graph, promoted, run
+from insum_nn.ops.statements import in_a_graph, promoted, run, under_autocast
 from insum_nn.structure.gcn_norm import gcn_norm
-from insum_nn.structure.graph_entries import Flow
+from insum_nn.structure.graph_entries import Flow, check_edge_index
 from insum_nn.structure.plain_tensors import is_batched
 
-__all__ = ["ChebConv", "GraphConv", "LGConv", "SGConv", "TAGConv"]
+__all__ = ["ChebConv", "GraphConv", "LGConv", "Normalised", "SGConv", "TAGConv"]
 __all__ += ["APPNP", "GINConv", "GINEConv", "GatedGraphConv", "NNConv", "SAGEConv"]
 
 # How many edges a node has, of weights that are 1.
@@ -44,30 +45,42 @@ class _Convolution(MessageLayer):
         """Return the message, and what it reads of edges, which are what the peer passes for its messages."""
         return _Convolution._message, {}
 
-    def _sum(self, edge_index: Tensor, size: Any, x: Any, **edges: Any) -> Tensor:  # type: ignore[override]
+    def _sum(self, edge_index: Tensor, size: Any, x: Any, initial: Tensor | None = None, **edges: Any) -> Tensor:  # type: ignore[override]
         into, out_of = (1, 0) if self.flow == "source_to_target" else (0, 1)
         pair = x if isinstance(x, tuple | list) else (x, x)
         sent = pair[out_of]
-        if sent is None or sent.dim() != 2 or self.node_dim not in (0, -2):
+        message, values = self._of_edges(*edges.values())
+        plain = sent is not None and sent.dim() == 2 and self.node_dim in (0, -2)
+        if not plain and (sent is None or sent.dim() < 3 or any(value.dim() > 1 for value in values.values())):
             return pyg.MessagePassing.propagate(self, edge_index, size=size, x=x, **edges)
         sizes: Any = self._check_input(edge_index, size)
         for end, features in enumerate(pair):
             if features is not None:
                 self._set_size(sizes, end, features)
         nodes = sizes[out_of] if sizes[into] is None else sizes[into]
-        (message, values), ends = self._of_edges(*edges.values()), self._ends(edge_index)
-        named = {**promoted({"X": sent, **values}), **ends}
-        out = run(self._statement(message), _FACTS, named, self.options, (nodes, None))
-        if type(self.aggr_module) is not pyg.aggr.MeanAggregation:
-            return out
+        # What nodes send, a row for each.
+        moved = sent if plain else sent.movedim(self.node_dim, 0)
+        named, ends = promoted({"X": moved if plain else moved.flatten(1), **values}), self._ends(edge_index)
+        starts = initial is not None and plain and type(self.aggr_module) is pyg.aggr.SumAggregation
+        starts = starts and initial.dtype == named["X"].dtype and not under_autocast(sent.device)
+        if starts:
+            named["Y"] = initial
+        out = run(self._statement(message), _FACTS, {**named, **ends}, self.options, (nodes, None))
+        if type(self.aggr_module) is pyg.aggr.MeanAggregation:
 
-        def count() -> Tensor:
-            ones = torch.ones(edge_index.size(1), dtype=wide_dtype(out.dtype), device=out.device)
-            counts = run(_COUNT, _FACTS, {"W": ones, "I": ends["I"]}, self.options, (nodes,))
-            return counts.clamp(min=1).to(out.dtype).unsqueeze(1)
+            def count() -> Tensor:
+                ones = torch.ones(edge_index.size(1), dtype=wide_dtype(out.dtype), device=out.device)
+                return self._added(ends["I"], ones, nodes).clamp(min=1).to(out.dtype).unsqueeze(1)
 
-        read = self.options.validate or not is_plain_eager(edge_index)
-        return out / (count() if read else kept_edges([edge_index], ("counts", nodes, into, out.dtype), count))
+            read = self.options.validate or not is_plain_eager(edge_index)
+            out = out / (count() if read else kept_edges([edge_index], ("counts", nodes, into, out.dtype), count))
+        if not plain:
+            out = out.unflatten(1, moved.shape[1:]).movedim(0, self.node_dim)
+        return out if initial is None or starts else out + initial
+
+    def _added(self, ends: Tensor, weights: Tensor, nodes: int) -> Tensor:
+        """Return (nodes,) the weights of the edges of each node, added."""
+        return run(_COUNT, _FACTS, {"W": weights, "I": ends}, self.options, (nodes,))
 
 
 class _Weighted(_Convolution):
@@ -79,21 +92,47 @@ class _Weighted(_Convolution):
         return super()._of_edges() if edge_weight is None else (self._message, {"W": edge_weight.view(-1)})
 
 
-class _Normalised(_Weighted):
-    """One whose weights are divided by the roots of degrees; without weights once for each edge list."""
+class Normalised(_Weighted):
+    """One whose weights are divided by the roots of degrees, once for each edge list and its weights."""
 
     def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve; see the peer's `forward`."""
         layer: Any = self
         own = not getattr(self, "cached", False) and not torch.jit.is_tracing() and not self._asks(edge_index)
         if self.normalize and own:
-            how = x.size(self.node_dim), False, getattr(self, "add_self_loops", False), cast("Flow", self.flow), x.dtype
-            unread = in_a_graph(x, edge_index) or edge_index.is_meta or is_batched(edge_index)
-            normalise = partial(gcn_norm, edge_index, edge_weight, *how, fixed_size=unread)
-            fresh = unread or edge_weight is not None
-            edge_index, edge_weight = normalise() if fresh else kept_edges([edge_index], how, normalise)
+            edge_index, edge_weight = self._weighted(x, edge_index, edge_weight)
             layer = self._but(normalize=False)
         return self._peer.forward(layer, x, edge_index, edge_weight)  # type: ignore[attr-defined, no-any-return]
+
+    def _weighted(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the edges with self-loops and their weights, sorted by receivers where they are kept."""
+        cached, nodes, flow = getattr(self, "cached", False), x.size(self.node_dim), cast("Flow", self.flow)
+        if not self.normalize or getattr(self, "_cached_edge_index", None) is not None:
+            return self._cached_edge_index if self.normalize else (edge_index, edge_weight)
+        if many := is_batched(edge_index):
+            if cached:
+                raise InsumShapeError(
+                    "'cached=True' keeps one graph, and 'edge_index' is a batch of graphs under torch.vmap",
+                    fix="make the layer without cached, or call it once with the graph that all calls share.",
+                )
+            check_edge_index(edge_index, nodes)
+        unread = many or in_a_graph(x, edge_index) or edge_index.is_meta
+        how = nodes, getattr(self, "improved", False), getattr(self, "add_self_loops", False), flow, x.dtype
+        added = self._added if self.options.deterministic else None
+        normalise = partial(gcn_norm, edge_index, edge_weight, *how, fixed_size=unread, added=added)
+
+        def in_order() -> tuple[Tensor, Tensor]:
+            edges, weights = normalise()
+            order = stable_order(edges[1 if flow == "source_to_target" else 0], nodes)
+            return edges.index_select(1, order), weights.index_select(0, order)
+
+        if cached:
+            self._cached_edge_index = normalise()
+            return self._cached_edge_index
+        learned = edge_weight is not None and edge_weight.requires_grad and torch.is_grad_enabled()
+        if unread or learned or self.options.validate:
+            return normalise()
+        return kept_edges([edge_index] if edge_weight is None else [edge_index, edge_weight], how, in_order)
 
 
 class SAGEConv(_Convolution, pyg.conv.SAGEConv):  # type: ignore[misc]
@@ -238,7 +277,7 @@ class SGConv(_Weighted, pyg.conv.SGConv):  # type: ignore[misc]
     """
 
 
-class TAGConv(_Normalised, pyg.conv.TAGConv):  # type: ignore[misc]
+class TAGConv(Normalised, pyg.conv.TAGConv):  # type: ignore[misc]
     """The topology adaptive convolution of Du et al.: `torch_geometric.nn.TAGConv`.
 
         Y[I[e],f] += W[e] * X[J[e],f]          K times, with weights normalised by degrees
@@ -259,7 +298,7 @@ class TAGConv(_Normalised, pyg.conv.TAGConv):  # type: ignore[misc]
     """
 
 
-class APPNP(_Normalised, pyg.conv.APPNP):  # type: ignore[misc]
+class APPNP(Normalised, pyg.conv.APPNP):  # type: ignore[misc]
     """The propagation of personalised PageRank: `torch_geometric.nn.APPNP`.
 
         Y[I[e],f] += W[e] * Z[J[e],f],    Z = (1 - alpha) * Y + alpha * X          K times
@@ -280,7 +319,7 @@ class APPNP(_Normalised, pyg.conv.APPNP):  # type: ignore[misc]
     """
 
 
-class LGConv(_Normalised, pyg.conv.LGConv):  # type: ignore[misc]
+class LGConv(Normalised, pyg.conv.LGConv):  # type: ignore[misc]
     """The convolution of LightGCN: `torch_geometric.nn.LGConv`.
 
         Y[I[e],f] += W[e] * X[J[e],f]          with weights normalised by degrees

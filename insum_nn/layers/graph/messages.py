@@ -13,9 +13,8 @@ from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import MissingExtraError
 from insum_nn.layers.statement_layer import StatementLayer
-from insum_nn.ops.graph_matrix import EDGE_LISTS
 from insum_nn.structure.plain_tensors import plain_tensors
-from insum_nn.tensor_cache import same_view
+from insum_nn.tensor_cache import TensorCache, same_view
 
 try:
     from torch_geometric import EdgeIndex, utils
@@ -31,6 +30,8 @@ __all__ = ["COMBINES", "MessageLayer", "asks_for_messages", "kept_edges"]
 __all__ += ["EdgeIndex", "OptTensor", "SparseTensor", "pyg", "utils"]
 
 Built = TypeVar("Built")
+# What is made of an edge list is kept for as long as it lives and its version stays.
+_edge_lists: TensorCache[Any] = TensorCache(limit=32)
 
 _COMBINED = {"+=": ("SumAggregation", "MeanAggregation"), "max=": ("MaxAggregation",), "min=": ("MinAggregation",)}
 COMBINES: dict[type, str] = {getattr(pyg.aggr, name): by for by, names in _COMBINED.items() for name in names}
@@ -52,7 +53,7 @@ def kept_edges(read: Sequence[Tensor], key: Hashable, build: Callable[[], Built]
         with plain_tensors(*read):
             return build()
 
-    return EDGE_LISTS.get(read, key, made)  # type: ignore[no-any-return]
+    return _edge_lists.get(read, key, made)  # type: ignore[no-any-return]
 
 
 def asks_for_messages(layer: Any, peer: type, aggregations: tuple[type, ...] = (pyg.aggr.SumAggregation,)) -> bool:

@@ -19,7 +19,7 @@ from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
 from torch_geometric.utils import dropout_edge
 
 from insum_nn.layers import GCNConv
-from insum_nn.ops import graph_matrix
+from insum_nn.layers.graph import messages
 from insum_nn.testing.tolerances import assert_matches
 
 NODES = 40
@@ -91,7 +91,7 @@ def test_neighbours_of_a_few_nodes_at_a_time():
     loader = NodeLoader(data, Neighbours(data.edge_index), batch_size=7, shuffle=True)
     sizes, part = set(), None
     # Garbage of earlier tests may hold others.
-    graph_matrix.clear_graphs()
+    messages._edge_lists.clear()
     for part in loader:
         assert_trains_alike(models, part, part.batch_size)
         sizes.add((part.num_nodes, part.num_edges))
@@ -100,7 +100,7 @@ def test_neighbours_of_a_few_nodes_at_a_time():
     # What is kept of an edge list goes with it.
     del part
     gc.collect()
-    assert len(graph_matrix._graphs) == 0
+    assert len(messages._edge_lists) == 0
 
 
 def test_edges_that_are_dropped_at_each_step():

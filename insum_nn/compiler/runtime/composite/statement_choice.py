@@ -20,7 +20,6 @@ __all__ = [
     "LONG_SUM",
     "MOST_CELLS",
     "MOST_TERMS",
-    "adds_atomically",
     "by_table",
     "fits_between",
     "many_by_columns",
@@ -111,11 +110,3 @@ def fits_between(numbers: int) -> bool:
 def pays_between(length: int, terms: int, sums: int) -> bool:
     """Whether sums of a length, each made once for the terms that need it, save more than their results cost."""
     return length * (terms - sums) > _PER_NUMBER * sums
-
-
-# Sums over the edges of a node.
-
-
-def adds_atomically(device: torch.device) -> bool:
-    """Whether `index_add` adds cell by cell in no fixed order on a device, which a product with a matrix does not."""
-    return device.type != "cpu"
