@@ -26,10 +26,10 @@ class Budget(NamedTuple):
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
     "compiler": Budget(18969, 13000),
-    "ops": Budget(2673, 1800),
+    "ops": Budget(2317, 1800),
     "layers": Budget(4693, 4800),
     "formats": Budget(2046, 2100),
-    "structure": Budget(2636, 2700),
+    "structure": Budget(2642, 2700),
     "datasets": Budget(879, 900),
     "models": Budget(672, 700),
     "schedules": Budget(2, 2),
