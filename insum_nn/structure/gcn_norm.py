@@ -85,16 +85,19 @@ def gcn_norm(
     """
     if num_nodes is None:
         num_nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
-    check_edge_index(edge_index, num_nodes, values=not fixed_size)
+    traced = torch.jit.is_tracing()
+    if not traced:
+        check_edge_index(edge_index, num_nodes, values=not fixed_size)
     loops: Loops = "remaining" if add_self_loops else "none"
     entries = edge_entries(edge_index, num_nodes, loops=loops, flow=flow, fixed_size=fixed_size)
     if edge_weight is None:
         weight = torch.ones(entries.row.shape[0], dtype=dtype, device=edge_index.device)
     else:
-        faults = Faults()
-        faults.device("edge_weight", edge_weight, "edge_index", edge_index)
-        faults.raise_all()
-        edge_weight = check_edge_weight(edge_weight, edge_index.shape[1], normalized=True)
+        if not traced:
+            faults = Faults()
+            faults.device("edge_weight", edge_weight, "edge_index", edge_index)
+            faults.raise_all()
+            edge_weight = check_edge_weight(edge_weight, edge_index.shape[1], normalized=True)
         weight = entry_weights(entries, edge_weight, 2.0 if improved else 1.0)
     if fixed_size and add_self_loops:
         edges = torch.arange(entries.row.shape[0], device=edge_index.device) < edge_index.shape[1]

@@ -39,6 +39,7 @@ SEVERAL = ("SAGEConv", "SAGEConv, maxima", "GraphConv", "TAGConv", "NNConv")
 
 # Those that normalise edges: sums of weights, before their statements.
 NORMALISES = {name: {"index_add"} for name in ("APPNP", "LGConv", "TAGConv")}
+NORMALISES |= {name: {"index_add", "mm"} for name in CHILDREN}
 
 # Layers whose statements are a program: what runs has the call's numbers, and what `=` names written out.
 PROGRAMS = ("GATConv", "GATv2Conv", "TransformerConv")

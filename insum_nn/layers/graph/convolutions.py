@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import is_plain_eager, stable_order
+from insum_nn.compiler.api import is_plain_eager, is_transformed, stable_order
 from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -130,7 +130,7 @@ class Normalised(_Weighted):
             self._cached_edge_index = normalise()
             return self._cached_edge_index
         learned = edge_weight is not None and edge_weight.requires_grad and torch.is_grad_enabled()
-        if unread or learned or self.options.validate:
+        if unread or learned or is_transformed() or self.options.validate:
             return normalise()
         return kept_edges([edge_index] if edge_weight is None else [edge_index, edge_weight], how, in_order)
 

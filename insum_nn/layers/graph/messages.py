@@ -140,8 +140,11 @@ class MessageLayer(StatementLayer, pyg.MessagePassing):
 
     def _asks(self, edge_index: Any) -> bool:
         """Return whether messages are asked for, or the edges are no list of them."""
-        plain = type(edge_index) is Tensor and edge_index.layout == torch.strided
-        return not plain or asks_for_messages(self, self._peer, self._aggregations)
+        # What tracers pass for a tensor is of classes of their own.
+        plain = isinstance(edge_index, Tensor) and not isinstance(edge_index, EdgeIndex)
+        return (
+            not plain or edge_index.layout != torch.strided or asks_for_messages(self, self._peer, self._aggregations)
+        )
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Sum what nodes send."""
