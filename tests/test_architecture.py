@@ -93,8 +93,6 @@ COMPILER_MAY_IMPORT: dict[str, set[str]] = {
 COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("schedule.tune", "kernels"): "a candidate is measured with the row partition that it asks for",
     ("tuning.database", "kernels.machine_code"): "an entry names the version of Triton that it was measured with",
-    ("codegen.c", "passes"): "places the loops that it prints; the placement has no other reader",
-    ("codegen.c_values", "passes"): "likewise: what is known where follows from the placement",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
     ("runtime.program", "explain.sequence"): "`Program.explain()` returns a report",
     ("runtime.several_statements", "explain.report"): "likewise, of each statement",
@@ -278,6 +276,46 @@ def test_no_import_cycles():
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail("import cycle: " + " -> ".join(error.args[1]))
+
+
+# In backticks: a file, with what is in it, or a module of one of the folders of the compiler, as `folder.module`.
+_NAMED = re.compile(r"`(?:((?:\w+/)*\w+\.py)(?:: (\w+)[^`]*)?|((?:\w+\.)+\w+))`")
+
+
+def dead_references(name: str, text: str) -> list[str]:
+    """Files, names in files and modules of folders that stand in backticks in a text, and that are nowhere."""
+    found: list[str] = []
+    for match in _NAMED.finditer(text):
+        path, symbol, dotted = match.groups()
+        if path is not None:
+            own = [source for source in PROJECT if f"/{source.name}".endswith(f"/{path}")]
+            alive = any(symbol is None or re.search(rf"\b{symbol}\b", source.text) for source in own)
+        else:
+            folder, module, *_ = dotted.split(".")
+            near = [f"/{folder}/{module}.py", f"/{folder}/{module}/"]
+            alive = folder not in _FOLDERS or any(each in f"/{source.name}" for source in PROJECT for each in near)
+        if not alive:
+            found.append(f"{name}: {match[0]}")
+    return found
+
+
+_FOLDERS = {*COMPILER_MAY_IMPORT} - {"api", "options"}
+PROJECT = [*sources(PACKAGE), *sources("tests"), *sources("benchmarks"), *sources("examples"), *sources("docs")]
+
+
+def test_files_that_texts_name_exist():
+    texts = {source.name: source.text for source in MODULES.values()}
+    texts["CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert [each for name, text in texts.items() for each in dead_references(name, text)] == []
+
+
+def test_the_check_of_references_sees_dead_ones():
+    text = "`passes.place_lanes` `forms/tile.py` `passes/pipeline.py: no_such_pass` `pipeline.py: lower` `x.shape`"
+    assert [each.split("`")[1] for each in dead_references("x", text)] == [
+        "passes.place_lanes",
+        "forms/tile.py",
+        "passes/pipeline.py: no_such_pass",
+    ]
 
 
 def compiler_files() -> list[Source]:

@@ -1,1 +1,1 @@
-"""From the text of a statement to code that runs: see `api.py` for the whole pipeline."""
+"""From the text of a statement to code that runs; `CONTRIBUTING.md` walks through it, `api.py` is where it begins."""

@@ -30,16 +30,13 @@ class CustomFormat(ThroughCOO):
         from_entries(coo)   lay out the entries of a coalesced COO
         entries()           the stored entries as a COO, without unused slots; differentiable in the values
 
-    and inherits builders from dense, COO, torch and scipy tensors, conversions, `transpose`, `to`, `validate`,
-    copies, and
-    the facts of its index tensors. `insum_nn.testing.check_format` tests all of it, `insum_nn.ops.register` tells
+    and inherits builders from dense, COO, torch and scipy tensors, conversions, `transpose`, `to`, `validate`, copies,
+    and the facts of its index tensors. `insum_nn.testing.check_format` tests all of it, `insum_nn.ops.register` tells
     operators its expressions, and `insum_nn.ops.contract` runs any other.
 
     The index tensors of every instance are read once, at the first use of their facts: ranges, order and missing
-    entries are
-    found, and claims in `index_facts` are proven or refused. From then on the facts are believed until torch counts a
-    write
-    to one of the tensors, as those of the package's own formats are, and statements run as fast.
+    entries are found, and claims in `index_facts` are proven or refused. From then on the facts are believed until
+    torch counts a write to one of the tensors, as those of the package's own formats are, and statements run as fast.
 
     Attributes:
         shape: extents of the tensor.

@@ -26,7 +26,8 @@ from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
-from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
+from insum_nn.compiler.passes.pipeline import lower
+from insum_nn.compiler.passes.unroll_static_tables import unroll_static_tables
 from insum_nn.dtypes import VALUE_DTYPES
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.testing.random_programs import random_program
@@ -101,7 +102,7 @@ class Case:
         return getattr(torch, self.kernel.results[0].buffer.dtype)  # type: ignore[no-any-return]
 
     def printed(self, name: str, **options: Any) -> CKernel:
-        return c_kernel(self.kernel, name=name, **{"vector_bytes": vector_bytes(), **options})
+        return c_kernel(lower(self.kernel, **{"vector_bytes": vector_bytes(), **options}), name)
 
     def expected(self) -> Tensor:
         """What the interpreter computes, in float64 or int64."""
@@ -166,7 +167,7 @@ def case_of(
         points: list[dict[str, int]] = [{}]
         for name in unrolled:
             points = [{**p, names.indices[name]: k} for p in points for k in range(by_index[name])]
-        kernel = fold_static_tables(kernel, tables, loops, points)
+        kernel = unroll_static_tables(kernel, tables, loops, points)
         for name in static:
             del memory[names.tensors[name]]
     if initial is not None:

@@ -50,14 +50,14 @@ def stages() -> Iterator[tuple[str, str]]:
     algorithm = build(bound)
     about = "`ir/build.py`: the algorithm, under canonical names; `free` indices are written, the others summed"
     yield about, show(algorithm)
-    about = "`passes/pipeline.py: lower`, for C: rows are owned, by a counting sort of the entries that the call makes"
+    about = "`passes/pipeline.py: lower`, for C: a call sorts the entries of `x0`, so that rows are summed alone"
     yield about, show(lower(algorithm).kernel)
     extents = resolve_extents(statement, [tensors[name] for name in bound.layout.tensors], None, {}, (ROWS, None))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
     form = make_form(bound, sizes, extents.output, {}, deterministic=False)
     schedule, strides = default_schedule(form), Strides((True,) * len(tensors))
     yield (
-        f"`passes/own_rows.py`, then `passes/tile.py`, for Triton, under the schedule `{schedule}`",
+        f"`passes/pipeline.py: place`, for Triton, under `{schedule}`",
         show(nest_of(form, schedule, strides, "ieee")),
     )
     yield "`codegen/triton.py`: the text of that kernel", write_kernel(form, schedule, strides, "ieee").text.strip()

@@ -188,7 +188,7 @@ def kinds_of(setting: Setting, form: Form, schedule: Schedule, arguments: Sequen
     """What a kernel is an example of."""
     dot = schedule.dot and form.product is not None
     found = {
-        form.combine: True,
+        form.strategy: True,
         "permuted": form.permuted,
         "divided": divided,
         "splits": schedule.splits > 1,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.codegen.c import CKernel, NotInC, c_kernel
-from insum_nn.compiler.codegen.c_prelude import Helpers
+from insum_nn.compiler.codegen.c_prelude import Helpers, number_of
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import Epilogue
@@ -558,15 +558,25 @@ def test_gradients_of_pruned_filters_are_summed_in_vectors():
 
 def test_one_entry_calls_kernels_in_order():
     kernel = case_of(parse("Y[i] += X[i,j]"), {"X": numbers(4, 6)}).kernel
-    first, second = (c_kernel(kernel, name=name) for name in ("first", "second"))
+    first, second = (c_kernel(lower(kernel), name) for name in ("first", "second"))
     text = translation_unit([first, second], "entry")
     assert "int entry(void *t0, void *out, long a, long b, long threads)" in text
     assert "first(t0, out, a, b, threads) || second(t0, out, a, b, threads)" in text
 
 
-def test_what_is_not_printed_says_why():
-    with pytest.raises(NotInC, match="gelu of int32"):
-        case_of(parse("Y[i] += X[i]"), {"X": numbers(4).int()}, epilogue=Epilogue("gelu")).printed("k")
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_what_is_not_printed_says_why(activation: str):
+    with pytest.raises(NotInC, match=f"{activation} of int32"):
+        case_of(parse("Y[i] += X[i]"), {"X": numbers(4).int()}, epilogue=Epilogue(activation)).printed("k")
+    with pytest.raises(NotInC, match="sign of int32"):
+        case_of(parse("Y[i] += sign(X[i])"), {"X": numbers(4).int()}).printed("k")
+
+
+def test_c_has_every_dtype_of_factors():
+    for dtype in VALUE_DTYPES:
+        kernel = case_of(parse("Y[i,j] += X[i] * Z[j]"), {"X": numbers(3).to(dtype), "Z": numbers(99).to(dtype)}).kernel
+        lowered = lower(kernel, vector_bytes=64)
+        assert lowered.place.width * number_of(dtype_of(dtype).name).bytes == 64
 
 
 @pytest.mark.parametrize("flags", [[], ["-U__FLT16_MAX__", "-U__AVX__"]], ids=["builtin", "portable"])

@@ -174,5 +174,5 @@ def test_accumulators_of_float64_take_two_registers(points: int, groups: tuple[i
         bound = replace(bound, static=(("p", points), ("u", 16)))
         tables = {"I": StaticTable.of(tensors["I"])}
         form = make_form(bound, sizes, (10, points, 16), tables, deterministic=False)
-        assert (form.combine, form.accumulators) == ("own", points)
+        assert (form.strategy, form.accumulators) == ("own", points)
         assert default_schedule(form).groups == wanted

@@ -187,10 +187,10 @@ def test_output_rows_in_any_order(name: str, chunk: int, m: int):
     schedule = Schedule(m=16, n=32, k=16, dot=True, chunk=chunk) if case.dot else Schedule(m=m, n=16, k=2, chunk=chunk)
     for initial in (None, torch.randn(shape)):
         form, _, got = kernel_of(case, tensors, schedule, facts=facts, initial=initial)
-        assert (form.combine, form.permuted) in (("own", True), ("atomic", False))
+        assert (form.strategy, form.permuted) in (("own", True), ("atomic", False))
         assert_case(case, tensors, got, initial)
         form, _, got = kernel_of(case, tensors, schedule, facts=facts, initial=initial, by_rows=False)
-        assert form.combine == "atomic"
+        assert form.strategy == "atomic"
         assert_case(case, tensors, got, initial)
 
 

@@ -151,7 +151,7 @@ def test_values_and_gradients(name: str, dtype: torch.dtype, forms: list[Form]):
     if name != "rows of the key":
         # That of the inputs is such a product too, and that of the matrices is one for each of them.
         assert sum(form.stack is not None for form in forms) >= 2
-        assert any(form.combine == "own" and form.product is not None for form in forms)
+        assert any(form.strategy == "own" and form.product is not None for form in forms)
 
 
 @pytest.mark.usefixtures("interpreter", "always")
@@ -216,7 +216,7 @@ def test_numbers_that_no_entry_reads_show_nowhere():
 @pytest.mark.parametrize("name", CASES)
 def test_one_program_writes_a_cell_where_results_are_to_be_the_same(name: str, forms: list[Form]):
     assert_derivatives(name, drawn(name), torch.float32, Options(backend="triton", tune=False, deterministic=True))
-    assert all(form.combine != "atomic" for form in forms)
+    assert all(form.strategy != "atomic" for form in forms)
     assert (forms[0].stack is not None) == (name not in ("experts", "relations", "rows of the key"))
 
 

@@ -157,13 +157,13 @@ VALUE = torch.ones(4)
 def test_what_is_a_place(expression: str, shapes: dict[str, tuple[int, ...]], expected: str):
     index = {a.name for s in parse(expression).output.subscripts for a in s.index_accesses()}
     tensors = {n: torch.zeros(s, dtype=torch.int64) if n in index else torch.ones(s) for n, s in shapes.items()}
-    assert form_of(expression, PAIRS, **tensors).combine == expected
+    assert form_of(expression, PAIRS, **tensors).strategy == expected
 
 
 def test_one_unique_tensor_is_enough():
     facts = {"Row": IndexFacts(unique=True, masked=False, proven=True)}
     tensors = {"Row": torch.arange(4), "Col": torch.zeros(4, dtype=torch.int64), "Val": VALUE}
-    assert form_of("D[Row[p],Col[p]] += Val[p]", facts, **tensors).combine == "place"
+    assert form_of("D[Row[p],Col[p]] += Val[p]", facts, **tensors).strategy == "place"
 
 
 # Facts of formats.

@@ -132,7 +132,7 @@ def test_random_programs_compute_their_statement():
         except FormError:
             continue
         # Only sums whose terms do not meet in memory are split.
-        split = form.combine in ("direct", "place") and bool(form.reduce)
+        split = form.strategy in ("direct", "place") and bool(form.reduce)
         for which in ("default lanes", "divided rows", *(["splits"] if split else [])):
             _, got = interpreted(form, ordered, extents, SCHEDULES[which])
             torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda m, text=program.expression: f"{text}: {m}")

@@ -20,6 +20,7 @@ from insum_nn.compiler.kernels import launch, sized
 from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.compiler.kernels.source import OnDevice
 from insum_nn.compiler.kernels.written import WrittenKernels
+from insum_nn.compiler.runtime import dispatch
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
 from insum_nn.layers import BlockSparseLinear, FullyConnectedTensorProduct, PrunedConv2d
 from insum_nn.ops.sparse_conv import sparse_conv
@@ -49,6 +50,38 @@ def idle_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     with pretended_gpu(), collect(H200):
         yield
+
+
+class _Keys(dict[Any, Any]):
+    """A dictionary that notes what is looked up."""
+
+    def __init__(self, of: dict[Any, Any]) -> None:
+        super().__init__(of)
+        self.asked: list[Any] = []
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.asked.append(key)
+        return super().get(key, default)
+
+
+def test_kinds_of_calls_that_are_written_out_are_those_of_call_kind():
+    program = insum_nn.compile(SPMM, out_shape=(3, None))
+    named = {"Row": torch.tensor([0, 2]), "Val": torch.ones(2), "Col": torch.tensor([1, 0]), "B": torch.ones(2, 4)}
+    program(tensors=named)
+    spec, ordered = program._spec, [named[name] for name in program.names]
+    keys = _Keys(spec.calls)
+    object.__setattr__(spec, "calls", keys)
+    extents = spec.agree(ordered, {}, (3, None))
+    assert extents is not None
+    for call in (
+        lambda: program(tensors=named),
+        lambda: program.run_plain(ordered, (3, None)),
+        lambda: dispatch.run_plain(spec, ordered, None, extents),
+    ):
+        keys.asked.clear()
+        call()
+        assert keys.asked[:1] == [dispatch.call_kind(ordered)]
+        assert keys.asked[0] in keys
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def forbid_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("decided again")
 
     for module, names in (
-        (form_module, ("unroll", "combining", "unrolled", "_find_product")),
+        (form_module, ("choose_unrolling", "output_strategy", "unroll", "_find_product")),
         (sized, ("write_kernel",)),
         (device_module, ("_first_that_fits",)),
         (fused_kernels, ("_all_walks", "_cost")),
@@ -89,7 +89,7 @@ def planned(entry: Entry) -> list[object]:
     precision = precision_of(entry.bound.dtype, entry.options.precision)
     schedule, reason = without_measuring(form, H200)
     kernel = UnsizedKernel(form, schedule, strides_of(form, entry.tensors, entry.extents, False, None), precision)
-    facts = [form.combine, form.row_index, form.row_axis, form.entries, form.parallel, form.reduce, form.tables]
+    facts = [form.strategy, form.row_index, form.row_axis, form.entries, form.parallel, form.reduce, form.tables]
     covered = Coverage(form)(*entry.extents)
     return [schedule, reason, kernel.source, kernel.host_code(), kernel.further, covered, form.product, *facts]
 
@@ -167,8 +167,8 @@ def count(module, name):
     setattr(module, name, counted)
 
 count(sized, "write_kernel")
+count(form_module, "choose_unrolling")
 count(form_module, "unroll")
-count(form_module, "unrolled")
 count(fused_kernels, "_cost")
 count(device, "_first_that_fits")
 torch.manual_seed(0)

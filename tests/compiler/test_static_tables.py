@@ -251,7 +251,7 @@ def test_an_index_in_which_tables_are_affine_stays(
     check(expression, tensors, tuple(known), out_shape=shape)
     program = insum_nn.compile(expression, static=known, options=GENERATED, out_shape=shape)
     form = form_of(program, tensors)
-    assert (len(form.unrolled), form.combine) == (points, combine)
+    assert (len(form.unrolled), form.strategy) == (points, combine)
     x = tensors["X"].clone().requires_grad_()
     weights = torch.randn_like(program(**known, X=x))
     program(**known, X=x).backward(weights)

@@ -24,7 +24,7 @@ from insum_nn.compiler.codegen.aten_read import Masks, Node, Value, united
 from insum_nn.compiler.codegen.aten_write import OutputWriter
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.codegen.contraction_order import contraction_order, order_text
-from insum_nn.compiler.ir.access import Labels, indices_of
+from insum_nn.compiler.ir.access import Labels, labels_of
 from insum_nn.compiler.ir.graph import factors_of
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Load, Op, operands
 from insum_nn.compiler.ir.printer import show
@@ -89,7 +89,7 @@ class _Writer(OutputWriter):
         if isinstance(factor, Load):
             return self.read(factor)
         reads = {read: self.read(read) for read in operands(factor)}
-        labels = indices_of(factor)
+        labels = labels_of(factor)
         node = self.applied(factor, reads, labels)
         assert isinstance(node, Node)
         return Value(node, labels, united([*reads.values()]), wide=self.widens)
@@ -102,7 +102,7 @@ class _Writer(OutputWriter):
             return self.align(self.widen(reads[value]), reads[value].labels, labels)
         assert isinstance(value, Op)
         if value.name == "one":
-            own = indices_of(value)
+            own = labels_of(value)
             ones = self.call(torch.ones, self.shape(own), dtype=self.wide_dtype, device=self.device)
             return self.align(ones, own, labels)
         args = [self.applied(arg, reads, labels) for arg in value.args]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from insum_nn.compiler.codegen.calls import Call, CallGraph
-from insum_nn.compiler.ir.access import Labels, affine_terms, indices_of, loads_in_order, plain_labels, scattered_axes
+from insum_nn.compiler.ir.access import Labels, affine_terms, labels_of, loads_in_order, plain_labels, scattered_axes
 from insum_nn.compiler.ir.build import INITIAL
 from insum_nn.compiler.ir.graph import loops_of, store_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Kernel, Load, Size
@@ -69,7 +69,7 @@ class GraphWriter:
             # The threads of a CPU add up numbers of float32 in no fixed order.
             self.sum_dtype = torch.float64
         self.ends = {loop.index.name: loop.end for loop in loops_of(kernel)}
-        self.written = indices_of(*self.target.subscripts)
+        self.written = labels_of(*self.target.subscripts)
         self.graph = CallGraph()
         self.tensors: dict[Buffer, Node] = {}
         self.sizes: dict[str, Node] = {}
@@ -192,7 +192,7 @@ class GraphWriter:
         """Evaluate a subscript for all combinations of its indices."""
         if isinstance(subscript, Load):
             return self.entry(subscript)
-        labels, misses = indices_of(subscript), Masks()
+        labels, misses = labels_of(subscript), Masks()
         terms, offset = affine_terms(subscript)
         total: Node | None = None
         for coefficient, atom in terms:

@@ -1,34 +1,28 @@
 """Print an algorithm as a C function for a CPU.
 
-The loops stand in the order that `passes.place_lanes` chose. What is read, asked and added to addresses stands in the
-outermost loop in which it is known; accumulators are names of their own, one for each row of the register block and
-each vector, so that no compiler has to find or may reorder a sum. Addresses are 64 bits wide.
+The loops stand in the order that `passes/cpu/place_lanes.py` chose. What is read, asked and added to addresses stands
+in the outermost loop in which it is known; accumulators are names of their own, one for each row of the register block
+and each vector, so that no compiler has to find or may reorder a sum. Addresses are 64 bits wide.
 
 A term that misses is not computed: its condition skips the rest of a loop, one row of a block, or some lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from insum_nn.compiler.codegen.c_prelude import PIECES, literal, number_of
-from insum_nn.compiler.codegen.c_values import NotInC, Pieces, Range, Slot, Values
+from insum_nn.compiler.codegen.c_prelude import PIECES, NotInC, literal, number_of
+from insum_nn.compiler.codegen.c_values import Pieces, Range, Slot, Values
+from insum_nn.compiler.ir.access import apart, steps_of
 from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.graph import factors_of, loops_of
-from insum_nn.compiler.ir.nodes import Buffer, Expr, Kernel, Load, Loop, Op, Size, Store, conjuncts, walk
-from insum_nn.compiler.ir.verify import verify_kernel
-from insum_nn.compiler.passes.cpu.pad_operands import ROOM, Padded, highest, pad_operands
-from insum_nn.compiler.passes.cpu.place_lanes import extent_of, steps_of
-from insum_nn.compiler.passes.cpu.transpose_operands import Transposed
-from insum_nn.compiler.passes.pipeline import lower
+from insum_nn.compiler.ir.graph import extent_of, factors_of
+from insum_nn.compiler.ir.lowered import ROOM, Lowered, Padded, Transposed, Wide, highest
+from insum_nn.compiler.ir.nodes import Buffer, Expr, Load, Loop, Op, Size, Store, conjuncts, walk
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["CKernel", "NotInC", "c_kernel"]
-
-# Bytes of a vector: one register of most processors.
-_VECTOR = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +51,20 @@ class CKernel:
     copies: tuple[Transposed, ...] = ()
 
 
-def c_kernel(
-    kernel: Kernel,
-    *,
-    name: str = "kernel",
-    vector_bytes: int = _VECTOR,
-    made: Collection[str] = (),
-) -> CKernel:
-    """Print an algorithm of `ir.build` whose static tables are folded, as one C function.
+def c_kernel(lowered: Lowered, name: str = "kernel") -> CKernel:
+    """Print what `passes/pipeline.py: lower` made of an algorithm as one C function.
 
-    Args:
-        kernel: the algorithm; extents that are compiled in are numbers. All buffers are contiguous. An initial
-            value may be the memory of the output.
-        name: of the function.
-        vector_bytes: bytes of a vector.
-        made: inputs that earlier kernels of the same function write: nothing can be copied of them before.
+    All buffers are contiguous; an initial value may be the memory of the output.
 
     Raises:
         NotInC: the kernel has something that C functions do not.
     """
-    lowered = lower(kernel, made)
-    printer = _Printer(lowered, name, vector_bytes)
-    wide, padded, finite = pad_operands(lowered.kernel, printer.place.lanes)
-    if padded:
-        # Few calls run it then, and it takes the longest to compile.
-        printer = _Printer(lowered, f"{name}_careful", vector_bytes, spared=True)
+    wide = lowered.wide
+    printer = _Printer(lowered, f"{name}_careful" if wide else name)
     found = printer.print()
-    if padded:
-        verify_kernel(wide, placed=False)
-        inner = _Printer(replace(lowered, kernel=wide), f"{name}_wide", vector_bytes).print()
-        found = printer.padding(name, found, inner, padded, finite, loops_of(kernel))
+    if wide is not None:
+        inner = _Printer(replace(lowered, kernel=wide.kernel, place=wide.place), f"{name}_wide").print()
+        found = printer.padding(name, found, inner, wide)
     return replace(found, copies=lowered.copies)
 
 
@@ -127,17 +105,10 @@ class _Printer(Values):
         ]
         return f"static int {self.name}({', '.join(parts)}) {{\n" + "\n".join([*self.lines, "  return 0;", "}"])
 
-    def padding(
-        self,
-        name: str,
-        careful: CKernel,
-        inner: CKernel,
-        padded: Sequence[Padded],
-        finite: Sequence[Buffer],
-        loops: Sequence[Loop],
-    ) -> CKernel:
+    def padding(self, name: str, careful: CKernel, inner: CKernel, wide: Wide) -> CKernel:
         """The function that makes padded copies and calls the kernel that reads them, or the one with conditions."""
         self.name, self.lines = name, []
+        padded, finite, loops = wide.padded, wide.finite, wide.loops
         exprs = [e for p in padded for each in p.reached.values() for reach in each for e in reach]
         tables = {b: highest(b) for b in self.inputs if {highest(b)} & {*walk(*exprs)}}
         for buffer, size in tables.items():
@@ -149,13 +120,13 @@ class _Printer(Values):
         for each in padded:
             source, copy = each.source, each.copy
             for axis, reached in each.reached.items():
-                extent, wide = self.text(source.shape[axis]), self.text(copy.shape[axis])
+                extent, reach = self.text(source.shape[axis]), self.text(copy.shape[axis])
                 before, after, low = "0L", extent, f"low_{source.name}_{axis}"
                 for first, last in reached:
                     before = f"{most}({before}, -({self.text(first)}))"
                     after = f"{most}({after}, {self.text(last)} + 1)"
-                self.line(f"const long {low} = {before}, {wide} = {low} + {after};")
-                asked.append(f"{wide} <= 2 * {extent} + {ROOM}")
+                self.line(f"const long {low} = {before}, {reach} = {low} + {after};")
+                asked.append(f"{reach} <= 2 * {extent} + {ROOM}")
             start = " + ".join(f"low_{source.name}_{axis} * {self.stride(copy, axis)}" for axis in each.reached) or "0"
             made.append((each, number_of(source.dtype).stored, self.cell_count(copy), start))
         for each, _, cells, _ in made:
@@ -299,7 +270,7 @@ class _Printer(Values):
         lanes = self.place.lanes
         if lanes is None:
             return [(0, 0, [Slot(1, 0)])]
-        extent, width, each = extent_of(lanes), self.width, max(self.place.schedule.n, self.place.schedule.k)
+        extent, width, each = extent_of(lanes), self.place.width, max(self.place.schedule.n, self.place.schedule.k)
         full = [Slot(width, at) for at in range(0, each, width)]
         if extent is None:
             rest = [slot._replace(passes=True) for slot in full]
@@ -512,7 +483,7 @@ class _Printer(Values):
             return True, place
         assert self.v is not None
         base = f"i_{self.v.name} + {slot.at}"
-        if self.apart(access, self.v) == 1:
+        if apart(access, self.v) == 1:
             return True, f"{place} + {base}"
         steps = enumerate(steps_of(access, self.v))
         step = " + ".join(f"{step}L * {self.stride(access.buffer, axis)}" for axis, step in steps if step) or "0L"

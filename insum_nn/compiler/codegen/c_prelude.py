@@ -10,13 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from insum_nn.compiler.lang.combining import COMBINING
+from insum_nn.compiler.lang.combining import COMBINING, COMPARISONS
 from insum_nn.dtypes import Dtype, dtype_of
 
-__all__ = ["PIECES", "Helpers", "Number", "literal", "number_of"]
+__all__ = ["PIECES", "Helpers", "NotInC", "Number", "literal", "number_of"]
 
 # What separates the pieces of a prelude.
 PIECES = "\n\n"
+
+
+class NotInC(Exception):
+    """What the printer of C does not print; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,13 @@ _BITS = {"float16", "bfloat16"}
 
 
 def number_of(dtype: str) -> Number:
-    """Return how C has a dtype."""
+    """Return how C has a dtype.
+
+    Raises:
+        NotInC: `_NUMBERS` has no row of it.
+    """
+    if dtype not in _NUMBERS:
+        raise NotInC(f"numbers of {dtype}")
     return _NUMBERS[dtype]
 
 
@@ -371,7 +381,7 @@ class Helpers:
 
     def select(self, combine: str, width: int) -> str:
         """The greater or lesser of a value and a term; what is not a number stays."""
-        vector, sign = self.vector(width), ">" if combine == "max" else "<"
+        vector, sign = self.vector(width), COMPARISONS[combine]
         signed = self.number.stored if not dtype_of(self.dtype).is_floating else ""
         if width == 1:
             cast = f"({signed})" if signed else ""

@@ -6,10 +6,10 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from insum_nn.compiler.codegen.c_prelude import Helpers, literal
-from insum_nn.compiler.ir.access import is_index
-from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
+from insum_nn.compiler.codegen.c_prelude import Helpers, NotInC, literal
+from insum_nn.compiler.ir.access import apart, coefficient, indices_in, is_index
+from insum_nn.compiler.ir.graph import ENTRY, ROW, extent_of, factor_dtype, factors_of, loops_of, stores_of
+from insum_nn.compiler.ir.lowered import Lowered
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Cast,
@@ -23,23 +23,14 @@ from insum_nn.compiler.ir.nodes import (
     Size,
     Store,
     conjuncts,
-    operands,
     walk,
 )
-from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
-from insum_nn.compiler.passes.cpu.place_lanes import extent_of, place_lanes, steps_of
-from insum_nn.compiler.passes.own_rows import ENTRY, ROW
-from insum_nn.compiler.passes.pipeline import Lowered
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["NotInC", "Pieces", "Range", "Slot", "Values"]
+__all__ = ["Pieces", "Range", "Slot", "Values"]
 
 # Steps of a loop over entries that a row is asked for ahead of its use.
 _AHEAD = 8
-
-
-class NotInC(Exception):
-    """A kernel that this printer does not print; the message says why."""
 
 
 class Range(NamedTuple):
@@ -69,29 +60,21 @@ _SIGNS = {
 class Values:
     """The names of values, by the loops around the place that is printed."""
 
-    def __init__(self, lowered: Lowered, name: str, vector_bytes: int, *, spared: bool = False) -> None:
+    def __init__(self, lowered: Lowered, name: str) -> None:
         self.kernel, self.cells, self.structure = lowered.kernel, lowered.cells, lowered.structure
+        self.place = lowered.place
         self.name = name
         self.result = self.kernel.results[0]
         self.out, self.stores = self.result.buffer, stores_of(self.kernel)
         self.mode = self.stores[0].combine
-        self.dtype = self.factor_dtype()
+        self.dtype = factor_dtype(self.kernel)
         self.helpers = Helpers(dtype_of(self.dtype))
         self.number = self.helpers.number
-        self.floating = floating = dtype_of(self.dtype).is_floating
-        if not floating and self.result.activation not in (None, "relu"):
-            raise NotInC(f"{self.result.activation} of {self.dtype}")
-        if not floating and any(factor.name not in _SIGNS for s in self.stores for factor in _applied(s.value)):
-            raise NotInC(f"functions of {self.dtype}")
-        self.width = vector_bytes // self.number.bytes
-        self.place = place_lanes(
-            self.kernel,
-            self.cells,
-            self.width,
-            self.apart,
-            4 if spared else 12 * vector_bytes // 32,
-            vectors=self.mode == "add" or (floating and self.cells.once),
-        )
+        self.floating = dtype_of(self.dtype).is_floating
+        functions = [self.result.activation, *(each.name for s in self.stores for each in _applied(s.value))]
+        # Sums of integers are unsigned, of which no function knows the sign.
+        if not self.floating and (unknown := [name for name in functions if name not in (None, *_SIGNS)]):
+            raise NotInC(f"{unknown[0]} of {self.dtype}")
         lanes = self.place.lanes
         self.v = lanes.index if lanes else None
         self.reduces = lanes is not None and lanes.role == "sum"
@@ -117,11 +100,6 @@ class Values:
         self.rows, self.skips, self.count, self.indent = 1, False, 0, 1
         self.lines: list[str] = []
         self.items = self.placed()
-
-    def factor_dtype(self) -> str:
-        buffers = [read.buffer for s in self.stores for read in operands(s.value)]
-        buffers += [b for b in self.kernel.inputs if b.name == INITIAL]
-        return buffers[0].dtype if buffers else self.out.dtype
 
     # Text.
 
@@ -217,14 +195,6 @@ class Values:
             if found is not Const(0):
                 parts.append(f"{self.text(found, row)} * {self.stride(buffer, axis)}")
         return " + ".join(parts) or "0"
-
-    def apart(self, access: Load | Store, index: Index) -> int:
-        """How far apart neighbours along an index are: 0, 1, or 2 for anything else."""
-        steps = steps_of(access, index)
-        if not any(steps):
-            return 0
-        near = steps[-1] == 1 and not any(steps[:-1])
-        return 1 if near else 2
 
     # What is known in which loop.
 
@@ -369,7 +339,7 @@ class Values:
         The gradient of a product of 20,000 rows with 400,000 entries took 0.3 of the time.
         """
         loads = [n for n in self.items.get(depth, ()) if isinstance(n, Load) and loop.index in indices_in(n)]
-        rows = [n for n in loads if self.v and self.apart(n, self.v) == 1 and _plain_lookups(n)]
+        rows = [n for n in loads if self.v and apart(n, self.v) == 1 and _plain_lookups(n)]
         if extent_of(loop) is not None or not rows or self.v is None:
             return
         end, far = self.text(loop.end), {}

@@ -30,7 +30,7 @@ from insum_nn.compiler.ir.nodes import (
     conjuncts,
     walk,
 )
-from insum_nn.compiler.lang.combining import Combining, selecting
+from insum_nn.compiler.lang.combining import COMPARISONS, Combining, selecting
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["TritonKernel", "print_kernel"]
@@ -374,7 +374,7 @@ class _Printer(Values):
         text = self.whole(value, whole)
         if mask is not None:
             text = f"tl.where({self.spread(mask, whole)}, {text}, float('{mode.identity}'))"
-        chosen, sign = f"{mode.name}_of", ">" if mode.name == "max" else "<"
+        chosen, sign = f"{mode.name}_of", COMPARISONS[mode.name]
         self.helpers[_CHOSEN.format(name=chosen, sign=sign)] = None
         total = self.reduced(Value(text, whole), inner, f"reduce:{chosen}")
         self.line(f"{name} = {chosen}({name}, {self.spread(total, axes)})")

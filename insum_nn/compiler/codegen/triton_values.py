@@ -25,7 +25,7 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.dtypes import DTYPES, dtype_of
 
-__all__ = ["Axes", "Scope", "Value", "Values", "lanes_of", "strides_of"]
+__all__ = ["Axes", "Scope", "Value", "Values", "lanes_of"]
 
 Axes = tuple[str, ...]
 # Near 0, where 1 is added to what is small, the first terms of a series.
@@ -184,7 +184,7 @@ class Values:
         """Print a read; entries of index tensors in the type of addresses, or in the wider one that `integer` names."""
         where, offset, literal = self.address(expr.buffer, expr.subscripts)
         # Along an axis of stride 0 nothing is read again.
-        varying = [s for s, step in zip(expr.subscripts, strides_of(expr.buffer), strict=True) if step is not Const(0)]
+        varying = [s for s, step in zip(expr.subscripts, _strides(expr.buffer), strict=True) if step is not Const(0)]
         mask = self.mask([*conjuncts(expr.where), *self.past_ends(varying)])
         axes = self.joined(offset, *([mask] if mask else []))
         depth = max(offset.depth, mask.depth if mask else 0)
@@ -210,7 +210,7 @@ class Values:
         """Return a buffer's pointer, the offset of a cell, and its constant part, which costs nothing in an address."""
         literal = 0
         groups: dict[Axes, list[Value]] = {}
-        for subscript, stride in zip(subscripts, strides_of(buffer), strict=True):
+        for subscript, stride in zip(subscripts, _strides(buffer), strict=True):
             for term in _terms(subscript):
                 part = multiply(term, stride)
                 if isinstance(part, Const):
@@ -314,7 +314,7 @@ class Values:
         return Value(name, axes, depth)
 
 
-def strides_of(buffer: Buffer) -> tuple[Expr, ...]:
+def _strides(buffer: Buffer) -> tuple[Expr, ...]:
     """Return the strides of a buffer."""
     if buffer.strides is not None:
         return buffer.strides

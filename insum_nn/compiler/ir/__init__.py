@@ -1,1 +1,1 @@
-"""The loop-nest IR: nodes, their printer, verifier and interpreter, and the builder from bound statements."""
+"""The loop-nest IR: nodes, printer and verifier, the builder from bound statements, what passes hand to C."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from insum_nn.compiler.ir.nodes import Expr, Kernel, Loop, Op, Store
+from insum_nn.compiler.ir.build import INITIAL
+from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Loop, Op, Store, operands
 
-__all__ = ["factors_of", "loops_of", "store_of", "stores_of"]
+__all__ = ["ENTRY", "ROW", "extent_of", "factor_dtype", "factors_of", "loops_of", "store_of", "stores_of"]
+
+# Of loops over the rows of an output, and over the entries of one: see `passes/own_rows.py`.
+ROW, ENTRY = Index("row"), Index("entry")
 
 
 def loops_of(kernel: Kernel) -> list[Loop]:
@@ -15,6 +19,11 @@ def loops_of(kernel: Kernel) -> list[Loop]:
         loops.append(body[0])
         body = body[0].body
     return loops
+
+
+def extent_of(loop: Loop) -> int | None:
+    """The extent of a loop, if it is compiled in."""
+    return int(loop.end.value) if isinstance(loop.end, Const) and loop.begin is Const(0) else None
 
 
 def store_of(kernel: Kernel) -> Store:
@@ -37,3 +46,10 @@ def factors_of(value: Expr) -> list[Expr]:
     if isinstance(value, Op) and value.name == "mul":
         return [factor for arg in value.args for factor in factors_of(arg)]
     return [value]
+
+
+def factor_dtype(kernel: Kernel) -> str:
+    """Return the dtype of the factors of an algorithm: the output's where there are none."""
+    read = [load.buffer for store in stores_of(kernel) for load in operands(store.value)]
+    read += [buffer for buffer in kernel.inputs if buffer.name == INITIAL]
+    return (read or [kernel.results[0].buffer])[0].dtype

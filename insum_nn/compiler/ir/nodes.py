@@ -56,6 +56,7 @@ __all__ = [
 ]
 
 Role = Literal["free", "sum", "grid", "tile", "serial"]
+# "set", or the name of a mode of `lang/combining.py: COMBINING`.
 Combine = str
 Initial = Literal["none", "zero", "tensor"]
 Precision = Literal["ieee", "tf32", "tf32x3"]
@@ -371,7 +372,7 @@ class Loop(Stmt):
 
     `free` and `sum` loops are not placed yet; the others are: `grid` over programs, `tile` over the lanes of one
     program (`end - begin` is a power of two, values at or past `limit` take no part; `axis` orders the axes of values
-    that vary with several tile loops), `serial` one after the other, `unroll` in straight-line code.
+    that vary with several tile loops), `serial` one after the other.
     """
 
     index: Index
@@ -431,8 +432,8 @@ class Result(Node):
 class Kernel(Node):
     """One kernel: what it reads, what it writes, its loops.
 
-    `exact`: terms whose condition is false never matter, whatever their factors are. Otherwise a factor that does not
-    vary with the condition may be multiplied by zero, which shows if it is not finite.
+    `exact`: a term whose condition is false adds nothing, whatever its factors are. Otherwise a printer may read a
+    factor that misses as zero and multiply the others by it: the sum is NaN where one of these is infinite or NaN.
     """
 
     inputs: tuple[Buffer, ...]

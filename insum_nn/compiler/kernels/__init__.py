@@ -1,1 +1,1 @@
-"""Programs of generated kernels: their machine code, the rows that they walk, their launches."""
+"""C functions and Triton kernels as programs: compiled, kept on disk, launched; the sorting of entries by rows."""

@@ -35,8 +35,8 @@ from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.printed import Body, Run, Sizes, function_of_lines
-from insum_nn.compiler.passes.pipeline import unrolled
-from insum_nn.compiler.passes.unroll import Unrolling, unroll
+from insum_nn.compiler.passes.choose_unrolling import Unrolling, choose_unrolling
+from insum_nn.compiler.passes.pipeline import lower, unroll
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 from insum_nn.locks import new_lock
 
@@ -95,13 +95,13 @@ def algorithm_of(bound: Bound, tables: Tables) -> Kernel:
     Raises:
         NotInC: they have too many entries.
     """
-    found = _unrolled(bound, tables)
-    return unrolled(build(bound), found.tables, found.names, found.places)
+    found = _unrolling(bound, tables)
+    return unroll(build(bound), found.tables, found.names, found.places)
 
 
 @lru_cache(maxsize=64)
-def _unrolled(bound: Bound, tables: Tables) -> Unrolling:
-    found = unroll(bound, dict(tables), _MOST_TERMS)
+def _unrolling(bound: Bound, tables: Tables) -> Unrolling:
+    found = choose_unrolling(bound, dict(tables), _MOST_TERMS)
     if not found.tables and not found.places:
         raise NotInC(f"straight-line code of more than {_MOST_TERMS} terms")
     return found
@@ -177,7 +177,7 @@ class CProgram:
         last = max((place for part in parts for place in part.places), default=-1)
         self._tensors = 1 + last if tensors is None else tensors
         # All before the first is printed, which takes longest: one may have too many terms.
-        terms = max(len(_unrolled(part.bound, part.tables).places) for part in parts)
+        terms = max(len(_unrolling(part.bound, part.tables).places) for part in parts)
         self._later = not soon and terms > _SOON and background()
         self.body: Body = self._run
         if not self._later:
@@ -198,9 +198,8 @@ class CProgram:
                 for b, p in zip(own, parts, strict=True)
             ]
             width = vector_bytes()
-            self.kernels = [
-                c_kernel(k, name=f"k{n}", vector_bytes=width, made=made[n]) for n, k in enumerate(algorithms)
-            ]
+            lowered = [lower(k, names, width) for k, names in zip(algorithms, made, strict=True)]
+            self.kernels = [c_kernel(each, f"k{n}") for n, each in enumerate(lowered)]
             printed = _Printed(parts, own, self.kernels, self._indices, self._tensors)
             pieces = dict.fromkeys(piece for kernel in self.kernels for piece in kernel.prelude.split(PIECES))
             text = PIECES.join([*pieces, *(kernel.text for kernel in self.kernels), printed.entry])

@@ -261,8 +261,8 @@ def _combining(form: Form) -> tuple[str, str, str]:
             "no two programs add to one cell, and every run gives the same",
         ),
         "atomic": ("atomic", "terms meet in memory, in float32 or better"),
-    }[form.combine]
-    if form.combine == "own" and form.permuted:
+    }[form.strategy]
+    if form.strategy == "own" and form.permuted:
         why = f"{why}; the terms are sorted once for each index tensor"
     return "combine", what, why
 

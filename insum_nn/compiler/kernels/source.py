@@ -331,7 +331,7 @@ def _expr(value: Any) -> Expr:
 
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:
     """The kernel of a form under a schedule."""
-    if form.row_index is not None or form.combine == "atomic" or not form.reduce:
+    if form.row_index is not None or form.strategy == "atomic" or not form.reduce:
         # Rows are divided by their partition; terms that meet in memory are not added up in parts.
         schedule = replace(schedule, splits=1)
     if form.additional:
@@ -342,7 +342,7 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     arguments = tuple(parameters[name] for name in (*(b.name for b in printed.buffers), *printed.sizes))
     sizes = {node.name: parameters[node.name] for node in walk(printed.grid) if isinstance(node, Size)}
     # One program has all terms of what it stores.
-    finished = form.combine != "atomic" and schedule.splits == 1
+    finished = form.strategy != "atomic" and schedule.splits == 1
     schedule = replace(schedule, groups=parts_of(kernel))
     accumulator = wide_dtype(form.bound.dtype)
     return Source(printed.text, arguments, printed.grid, sizes, schedule, accumulator, finished, _lanes(kernel))

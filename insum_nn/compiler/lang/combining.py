@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["COMBINING", "OPERATORS", "Combining", "selecting"]
+__all__ = ["COMBINING", "COMPARISONS", "OPERATORS", "Combining", "selecting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,9 @@ COMBINING = {
     )
 }
 """By operator."""
+
+COMPARISONS = {"max": ">", "min": "<"}
+"""By name of the modes that select: how a term compares with an earlier number that it replaces, for printers."""
 
 OPERATORS = tuple(COMBINING)
 _SELECTING = {mode.name: mode for mode in COMBINING.values() if not mode.adds}

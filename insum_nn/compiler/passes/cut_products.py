@@ -36,7 +36,7 @@ from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Factor, Statement, Subscript
 from insum_nn.facts import StaticTable
 
-__all__ = ["Axis", "Clear", "Cut", "Place", "cuts_of", "indices_of"]
+__all__ = ["Axis", "Clear", "Cut", "Place", "cuts_of", "index_names"]
 
 # Factors of a statement whose subsets are all tried, and subscripts of them that are kept or replaced in all ways.
 _MAX_FACTORS = 6
@@ -134,7 +134,7 @@ def _replaceable(access: Access) -> Iterator[tuple[int, Subscript]]:
             yield axis, subscript
 
 
-def indices_of(accesses: Sequence[Access]) -> dict[str, None]:
+def index_names(accesses: Sequence[Access]) -> dict[str, None]:
     """The indices of accesses, those of their index tensors included, in reading order."""
     return dict.fromkeys(index.name for access in accesses for index in access.indices())
 
@@ -191,7 +191,7 @@ class _Cutter:
         self, inside: Sequence[Access], outside: Sequence[Access], replaced: Mapping[Subscript, Sequence[Axis]]
     ) -> Cut | None:
         names = self.fresh(replaced)
-        needed = {*indices_of([*outside, self.output]), *(i.name for s in replaced for i in s.indices())}
+        needed = {*index_names([*outside, self.output]), *(i.name for s in replaced for i in s.indices())}
         # The axes of the product, in the order in which its factors have them.
         written: dict[str, tuple[str, str | Axis]] = {}
         summed = False
@@ -247,7 +247,7 @@ class _Cutter:
 
     def sum_first(self, inside: Sequence[Access], outside: Sequence[Access]) -> Iterator[Cut]:
         """Sum some factors where the subscripts of the others and of the output point, then loop over those axes."""
-        indices = indices_of(inside)
+        indices = index_names(inside)
         replaced: dict[Subscript, list[Axis]] = {}
         for access in (self.output, *outside):
             for axis, subscript in _replaceable(access):
@@ -260,11 +260,11 @@ class _Cutter:
         if not replaced:
             return
         gone = {index.name for subscript in replaced for index in subscript.indices()}
-        needed = indices_of([_without(access, replaced) for access in (self.output, *outside)])
+        needed = index_names([_without(access, replaced) for access in (self.output, *outside)])
         free = [name for name in indices if name in needed]
         if gone & set(needed) or not free:
             return
-        own = set(indices_of([self.output]))
+        own = set(index_names([self.output]))
         blocks = len(replaced) > 1 and bool(set(free) & own and set(free) - own)
         # Stored entries by row and column are the sparse structure itself in dense form: every zero is multiplied.
         # That can pay for blocks alone, whose rows and columns are indices of their own.
@@ -316,7 +316,7 @@ class _Cutter:
         # Each place stands in front of the index inside of the block, so that the library reads one matrix.
         last = [s.plain for access in inside for s in access.subscripts if s.plain in free][-1:]
         found: list[Subscript | str] = []
-        for access in sorted((self.output, *outside), key=lambda access: set(last) <= set(indices_of([access]))):
+        for access in sorted((self.output, *outside), key=lambda access: set(last) <= set(index_names([access]))):
             found += [s if s in replaced else str(s) for s in access.subscripts if s in replaced or s.plain in free]
         return list(dict.fromkeys([*found, *free]))
 

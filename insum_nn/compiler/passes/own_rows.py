@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.graph import ENTRY, ROW, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Const,
@@ -38,9 +38,8 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.facts import IndexFacts
 
-__all__ = ["ENTRY", "ROW", "RowWalk", "own_rows"]
+__all__ = ["RowWalk", "own_rows"]
 
-ROW, ENTRY = Index("row"), Index("entry")
 _FACTS = IndexFacts(masked=False)
 
 

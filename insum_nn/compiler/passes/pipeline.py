@@ -1,30 +1,38 @@
-"""Every pass over a loop nest, in order: `lower` for a C function, `place` for a kernel of Triton.
+"""The passes of an algorithm, in order: `lower` for a C function, `place` for a kernel of Triton.
 
-Both take the algorithm that `ir.build` made of a statement, whose static tables `unrolled` made numbers. What they
+Both take the algorithm that `ir/build.py` made of a statement, whose static tables `unroll` made numbers. What they
 return is verified before it is printed; where `verifies` is set, as in tests, what each pass returns is.
+
+What else stands in `passes/` is called elsewhere. `tile` is made of `sum_terms`, `extrema`, `lane_sums` and
+`unify_variants`. `cut_products` and `split_static_tables` change statements before they become algorithms: see
+`runtime/composite/statement_sequence.py`. By `fuse_outputs`, `schedule/additional.py` joins the algorithms of several
+outputs to one that `place` takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
-from insum_nn.compiler.ir.graph import stores_of
+from insum_nn.compiler.ir.access import indices_in
+from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.lowered import Lowered, Wide
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Kernel, Load, Store
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.ir.verify import verify_kernel
-from insum_nn.compiler.passes.cpu.gather_writes import gather_writes, indices_in
+from insum_nn.compiler.passes.cpu.gather_writes import gather_writes
 from insum_nn.compiler.passes.cpu.group_entries import group_entries, plain_entry
-from insum_nn.compiler.passes.cpu.transpose_operands import Transposed, transpose_operands
-from insum_nn.compiler.passes.cpu.written_cells import WrittenCells, written_cells
-from insum_nn.compiler.passes.fold_static_tables import fold_static_tables
+from insum_nn.compiler.passes.cpu.pad_operands import pad_operands
+from insum_nn.compiler.passes.cpu.place_lanes import place_lanes
+from insum_nn.compiler.passes.cpu.transpose_operands import transpose_operands
+from insum_nn.compiler.passes.cpu.written_cells import written_cells
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 from insum_nn.compiler.passes.tile import Tiling, tile
 from insum_nn.compiler.passes.tile_outputs import tile_outputs
+from insum_nn.compiler.passes.unroll_static_tables import unroll_static_tables
 from insum_nn.facts import StaticTable
 
-__all__ = ["Lowered", "lower", "place", "unrolled"]
+__all__ = ["lower", "place", "unroll"]
 
 OwnRows = Callable[[Kernel], RowWalk]
 
@@ -37,38 +45,29 @@ def _verified(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def unrolled(
+def unroll(
     kernel: Kernel, tables: Mapping[str, StaticTable], names: Sequence[str], places: Sequence[Mapping[str, int]]
 ) -> Kernel:
-    """The algorithm with its static tables as numbers; see `fold_static_tables`."""
-    return _verified(fold_static_tables(_verified(kernel), tables, names, places)) if tables else kernel
+    """The algorithm with its static tables as numbers; see `unroll_static_tables`."""
+    return _verified(unroll_static_tables(_verified(kernel), tables, names, places)) if tables else kernel
 
 
 # For C.
 
 
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """An algorithm whose cells are written at as few points as can be.
-
-    Attributes:
-        kernel: the algorithm.
-        cells: what it writes.
-        structure: the index tensor whose entries are walked by their values, and the number of values.
-        copies: operands of which it reads a transposed copy.
-    """
-
-    kernel: Kernel
-    cells: WrittenCells
-    structure: tuple[str, Expr] | None
-    copies: tuple[Transposed, ...]
+# Accumulators that stay in registers beside what is read, of 32 bytes: most, and of what few calls run.
+_REGISTERS, _FEW = 12, 4
 
 
-def lower(kernel: Kernel, made: Collection[str] = ()) -> Lowered:
+def lower(kernel: Kernel, made: Collection[str] = (), vector_bytes: int = 32) -> Lowered:
     """Choose how an algorithm writes its output on a CPU: by entries of one matrix, by owned rows, or as it says.
 
-    `made` are inputs of which nothing can be copied before.
+    Args:
+        kernel: the algorithm; extents that are compiled in are numbers.
+        made: inputs that earlier kernels of the same function write: nothing can be copied of them before.
+        vector_bytes: bytes of a vector.
     """
+    loops = tuple(loops_of(kernel))
     kernel, copies = transpose_operands(kernel, made)
     cells, structure, entries = written_cells(_verified(kernel)), None, ()
     if not cells.once:
@@ -90,7 +89,16 @@ def lower(kernel: Kernel, made: Collection[str] = ()) -> Lowered:
         assert isinstance(replaced, Kernel)
         kernel = replaced
     verify_kernel(kernel, placed=False)
-    return Lowered(kernel, cells if structure is None else written_cells(kernel, entries), structure, copies)
+    cells = cells if structure is None else written_cells(kernel, entries)
+    registers = _REGISTERS * vector_bytes // 32
+    placed = place_lanes(kernel, cells, vector_bytes, registers)
+    without, padded, finite = pad_operands(kernel, placed.lanes)
+    if not padded:
+        return Lowered(kernel, cells, placed, structure, copies)
+    verify_kernel(without, placed=False)
+    wide = Wide(without, place_lanes(without, cells, vector_bytes, registers), padded, finite, loops)
+    # Few calls run the one with conditions then, and it takes the longest to compile.
+    return Lowered(kernel, cells, place_lanes(kernel, cells, vector_bytes, _FEW), structure, copies, wide)
 
 
 def _owned_rows(stores: Sequence[Store]) -> tuple[int, Load] | None:

@@ -21,7 +21,7 @@ from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.misses import labels_of, misses_of
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Access, Index, Number, Subscript, Term
-from insum_nn.compiler.passes.cut_products import Cut, indices_of
+from insum_nn.compiler.passes.cut_products import Cut, index_names
 from insum_nn.facts import StaticTable, Tables
 
 __all__ = ["split_static_tables"]
@@ -108,7 +108,7 @@ class _Splitter:
             for chosen in reversed([*itertools.combinations(range(len(reads)), size)]):
                 inside = [reads[at] for at in chosen]
                 outside = [access for at, access in enumerate(reads) if at not in chosen]
-                inner, outer = indices_of(inside), indices_of([output, *outside])
+                inner, outer = index_names(inside), index_names([output, *outside])
                 if not any(a.subscripts and a.name not in self.tables for a in inside) or self.misses(inside, outside):
                     continue
                 axes = sorted((name for name in inner if name in outer and name != self.entry), key=self.inner)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from insum_nn.compiler.ir.access import indices_in
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Cast,
@@ -28,7 +29,7 @@ from insum_nn.compiler.ir.nodes import (
     conjuncts,
     walk,
 )
-from insum_nn.compiler.passes.terms import Term, factored, guards, indices_of, loose, select, vanishes, widened
+from insum_nn.compiler.passes.terms import Term, factored, guards, loose, select, vanishes, widened
 from insum_nn.compiler.passes.unify_variants import rolled
 from insum_nn.dtypes import is_widened
 
@@ -69,19 +70,19 @@ class Space:
 
     def axes(self, *exprs: Expr) -> frozenset[int]:
         """The tile axes that any of these vary with."""
-        return frozenset(self.axis_of[i] for e in exprs for i in indices_of(e) if i in self.axis_of)
+        return frozenset(self.axis_of[i] for e in exprs for i in indices_in(e) if i in self.axis_of)
 
     def cells(self, axes: Iterable[int]) -> int:
         return math.prod(self.lanes[axis] for axis in axes)
 
     def guards(self, factor: Expr) -> set[Expr]:
         """The conditions without which a factor is 0: a load past the end of a loop gives 0 too."""
-        past = (self.inside[i] for i in indices_of(factor) if i in self.inside) if vanishes(factor) else ()
+        past = (self.inside[i] for i in indices_in(factor) if i in self.inside) if vanishes(factor) else ()
         return {*guards(factor), *past}
 
     def of_cell(self, condition: Expr) -> bool:
         """Whether a condition is the same for all terms of a cell."""
-        return indices_of(condition).isdisjoint(self.summed)
+        return indices_in(condition).isdisjoint(self.summed)
 
 
 @dataclass(slots=True)
@@ -257,7 +258,7 @@ class _Products:
         for condition in (c for factor in others for c in guards(factor)):
             lacking = [factor for factor in factors if condition not in guards(factor)]
             along = self.space.axes(condition) <= {K} and condition not in settled
-            if along and any(indices_of(condition) <= _own_indices(factor) for factor in lacking):
+            if along and any(indices_in(condition) <= _own_indices(factor) for factor in lacking):
                 found[condition] = None
         return tuple(found)
 
@@ -296,7 +297,7 @@ class _Products:
         if not found or len(self.space.axes(*(c for each in found for c in each))) > 2:
             return None
         live = Buffer(f"{cell.total.name}_live", "int32", (), local=True)
-        inside = [{i for c in each for i in indices_of(c) if i in self.space.inside} for each in found]
+        inside = [{i for c in each for i in indices_in(c) if i in self.space.inside} for each in found]
         wheres = [[*each, *(self.space.inside[i] for i in used)] for each, used in zip(found, inside, strict=True)]
         return live, [Store(live, (), Const(1), "max", conjunction(where)) for where in wheres]
 

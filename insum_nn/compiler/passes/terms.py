@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Index, Load, Op, Store, conjuncts, walk
+from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Load, Op, Store, conjuncts
 from insum_nn.dtypes import dtype_of, is_widened
 
-__all__ = ["Term", "factored", "guards", "indices_of", "loose", "select", "term_of", "vanishes", "widened"]
+__all__ = ["Term", "factored", "guards", "loose", "select", "term_of", "vanishes", "widened"]
 
 ZERO = Const(0.0, "float64")
 
@@ -69,12 +68,6 @@ def loose(
     """The conditions, each once, that some factor is not guarded by; `guarded` says which ones guard a factor."""
     each = [set(guarded(factor)) for factor in factors]
     return [c for c in dict.fromkeys(conditions) if not each or any(c not in found for found in each)]
-
-
-@lru_cache(maxsize=1 << 14)
-def indices_of(expr: Expr) -> frozenset[Index]:
-    """The loops that an expression varies with."""
-    return frozenset(node for node in walk(expr) if isinstance(node, Index))
 
 
 def select(conditions: Sequence[Expr], value: Expr) -> Expr:

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.access import indices_in
+from insum_nn.compiler.ir.graph import ENTRY, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     Alloc,
     Buffer,
@@ -49,9 +50,9 @@ from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.combining import selecting
 from insum_nn.compiler.passes.extrema import selected
 from insum_nn.compiler.passes.lane_sums import MOST, lane_sums
-from insum_nn.compiler.passes.own_rows import ENTRY, RowWalk
+from insum_nn.compiler.passes.own_rows import RowWalk
 from insum_nn.compiler.passes.sum_terms import Cell, Space, summed
-from insum_nn.compiler.passes.terms import indices_of, term_of
+from insum_nn.compiler.passes.terms import term_of
 from insum_nn.compiler.passes.unify_variants import switch
 from insum_nn.dtypes import dtype_of
 
@@ -146,7 +147,7 @@ class Tiler:
                 self.axes[number] = self.tile_loop(number, lanes)
         for name in self.tiling.loops:
             loop = self.loops[name]
-            if not indices_of(loop.end).isdisjoint(each.index for each in self.axes.values()):
+            if not indices_in(loop.end).isdisjoint(each.index for each in self.axes.values()):
                 # Lanes of different rows run for as long as the longest of them.
                 self.lane_conditions[loop.index] = Op("less", (loop.index, loop.end))
         self.stores = tuple(self.renamed_in(store) for store in stores)

@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from insum_nn.compiler.ir.access import indices_in
+from insum_nn.compiler.ir.graph import ROW
 from insum_nn.compiler.ir.nodes import (
     Alloc,
     Buffer,
@@ -38,9 +40,9 @@ from insum_nn.compiler.ir.nodes import (
     conjuncts,
 )
 from insum_nn.compiler.ir.schedule import Schedule
-from insum_nn.compiler.passes.own_rows import ROW, RowWalk
+from insum_nn.compiler.passes.own_rows import RowWalk
 from insum_nn.compiler.passes.sum_terms import Space, partial_sums, without
-from insum_nn.compiler.passes.terms import Term, indices_of, select, term_of
+from insum_nn.compiler.passes.terms import Term, select, term_of
 from insum_nn.compiler.passes.tile import M, N, Tiler, Tiling
 
 __all__ = ["tile_outputs"]
@@ -178,4 +180,4 @@ def _together(statements: Sequence[Stmt]) -> list[Stmt]:
 
 def _along(store: Store) -> frozenset[Index]:
     """The loops that the place of a store varies with."""
-    return frozenset(index for subscript in store.subscripts for index in indices_of(subscript))
+    return frozenset(indices_in(*store.subscripts))

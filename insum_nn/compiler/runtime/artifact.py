@@ -1,4 +1,4 @@
-"""What runs statements on tensors of one kind, at any sizes: guards, printed as Python, and what is behind them.
+"""Run calls on tensors of some dtypes by a function that is printed once: guards, and a table of what is behind them.
 
     def run(pool, extents, shapes, initial):
         t0, t1, t2, t3 = pool

@@ -1,4 +1,4 @@
-"""A recorded call, and the gradients of it that nothing records in turn: its derivative programs, ready to run.
+"""Run the backward pass of a call, where no second derivative is recorded, by its derivative programs.
 
 Backward runs in a thread of its own, where the same Python takes longer than in the caller's. So what the derivative
 programs of one kind of call are, which tensors they read and in which shapes, is found once and kept with the call.

@@ -17,7 +17,7 @@ from insum_nn.dtypes import FLOATS, wide_dtype
 
 __all__ = [
     "CAST",
-    "PLAIN",
+    "PLAIN_TYPES",
     "autocast_dtype",
     "exceeds",
     "followed_by",
@@ -40,7 +40,7 @@ __all__ = [
     "without_autocast",
 ]
 
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """The classes whose memory is what they say: subclasses may trace, replace or wrap."""
 _Keys: Any = torch._C.DispatchKey
 # Included while some tracer sees calls before autograd does, which is no mode of the stack.
@@ -62,7 +62,7 @@ def has_active_modes() -> bool:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's memory is what it says, wherever a call on it is seen."""
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return not (tensor.is_meta or tensor.is_neg())
 
@@ -71,7 +71,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
     """Whether a compiler, a dispatch mode or a subclass of tensors has to see one registered operator for a call."""
     # A loop instead of `any`: no generator in every call.
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta):
+        if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_meta):
             return True
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
@@ -103,7 +103,7 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
     if torch.autograd.forward_ad._current_level >= 0 or torch._C._is_tracing():
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg()):
+        if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_meta or tensor.is_neg()):
             return False
     return True
 
@@ -152,7 +152,7 @@ def is_functional(tensors: Sequence[Tensor | None]) -> bool:
     if functional is None:
         return False
     for tensor in tensors:
-        if type(tensor) not in PLAIN and isinstance(tensor, functional.FunctionalTensor):
+        if type(tensor) not in PLAIN_TYPES and isinstance(tensor, functional.FunctionalTensor):
             return True
     return False
 

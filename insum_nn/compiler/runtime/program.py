@@ -32,7 +32,7 @@ from insum_nn.compiler.runtime.dispatch import (
     run_spec,
 )
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
-from insum_nn.compiler.runtime.modes import PLAIN, followed_by, to_autocast
+from insum_nn.compiler.runtime.modes import PLAIN_TYPES, followed_by, to_autocast
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.compiler.runtime.tracing.traced import call_operator
@@ -245,12 +245,12 @@ class Program:
             initial = named.get(self.statement.output.name)
             if initial is None or len(named) != len(names) + 1:
                 return None
-            if type(initial) not in PLAIN or not_dense(initial) or initial.is_neg():
+            if type(initial) not in PLAIN_TYPES or not_dense(initial) or initial.is_neg():
                 return None
         ordered: list[Tensor] = []
         for name in names:
             tensor = named.get(name)
-            if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:  # type: ignore[union-attr]
+            if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:  # type: ignore[union-attr]
                 return None
             if tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
                 return None

@@ -1,4 +1,4 @@
-"""Programs of several statements as one call: one graph, one function that autograd records, one graph of gradients."""
+"""Run a program of several statements as one call, which autograd records as one function with one backward pass."""
 
 from __future__ import annotations
 

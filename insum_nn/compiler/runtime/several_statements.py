@@ -1,4 +1,4 @@
-"""Run programs of several statements: one after the other, each with its gradients, as torch records them."""
+"""Run programs of several statements by `program_graph.py`, or one by one, each of which torch records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statements in order, of which later ones read what earlier ones write: gradients of a call, programs, theirs."""
+"""Run a list of statements, in which later ones read what earlier ones wrote: programs, and gradients."""
 
 from __future__ import annotations
 

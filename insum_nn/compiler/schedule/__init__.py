@@ -1,1 +1,1 @@
-"""Selection of schedules: canonical keys, the database, tuning and its progress."""
+"""What a Triton kernel computes (`form.py`), and the rules by which its loops are placed and its schedule is chosen."""

@@ -158,12 +158,12 @@ def _additional(
     tensor, entry = walk
     if {*indices_named(form, (*form.parallel, *form.reduce), without=entry)} != {*columns}:
         raise FormError(f"{statement} goes over other indices")
-    like, scattered = (tensor, 0), form.combine == "own"
+    like, scattered = (tensor, 0), form.strategy == "own"
     if scattered:
         if _entries(form) != [entry] or form.reduce or form.row_axis:
             raise FormError(f"{statement} sums other terms")
         like = read_at(statements, (_row_tensor(form), entry))
-    elif form.combine != "direct" or statement.output.subscripts[0].plain != entry:
+    elif form.strategy != "direct" or statement.output.subscripts[0].plain != entry:
         raise FormError(f"{statement} has no row for each term")
     elif not Coverage(form)(*extents):
         raise FormError(f"{statement} leaves cells out")

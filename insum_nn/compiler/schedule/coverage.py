@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-from insum_nn.compiler.ir.access import affine_terms
+from insum_nn.compiler.ir.access import affine_terms, indices_in
 from insum_nn.compiler.ir.nodes import Expr, Index, Load
-from insum_nn.compiler.passes.terms import indices_of
 from insum_nn.compiler.schedule.form import Form, atoms
 
 __all__ = ["Coverage"]
@@ -79,17 +78,17 @@ def _covered(form: Form) -> _Covered:
     """What the attributes of a `Coverage` are."""
     # An entry that selects no matrix is in no tile.
     masked = form.stack is not None and form.row_index is not None and form.row_index.buffer.facts.masked is not False
-    never = masked or form.combine == "atomic"
+    never = masked or form.strategy == "atomic"
     if never or not form.unrolled:
         return never, (), (), (), frozenset()
     first = form.unrolled[0]
     reads = [[node for node, _ in atoms(subscript) if isinstance(node, Load)] for subscript in first.subscripts]
     placed, entries = tuple[int, ...](), tuple[int, ...]()
-    if form.combine == "place":
+    if form.strategy == "place":
         loads = [load for each in reads for load in each]
         never = any(load.buffer.facts.masked is not False for load in loads)
         placed = tuple(axis for axis, each in enumerate(reads) if each)
-        entries = tuple(form.places[i.name] for i in frozenset[Index]().union(*map(indices_of, loads)))
+        entries = tuple(form.places[i.name] for i in frozenset[Index]().union(*map(indices_in, loads)))
     numbered = tuple(axis for axis, each in enumerate(reads) if not each and form.whole_axis(first, axis) is None)
     targets = frozenset(tuple(_target(store.subscripts[axis]) for axis in numbered) for store in form.unrolled)
     return never, placed, entries, numbered, targets

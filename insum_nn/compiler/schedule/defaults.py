@@ -205,7 +205,7 @@ _PARTS = 1 << 24
 
 def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
     """Programs for one long sum of code that is divided among programs already."""
-    if form.row_index is not None or form.combine == "atomic" or not form.reduce:
+    if form.row_index is not None or form.strategy == "atomic" or not form.reduce:
         return 1
     cells = math.prod(form.size(i) for i in form.parallel)
     length, outer = _summed(form)
@@ -236,7 +236,7 @@ def _chunk(form: Form, tile: int) -> int:
 
 def _splits(form: Form, m: int, n: int) -> int:
     """Programs for one long sum, where the output alone does not fill the device."""
-    if form.row_index is not None or form.combine == "atomic" or not form.reduce:
+    if form.row_index is not None or form.strategy == "atomic" or not form.reduce:
         return 1
     cells = math.prod(form.size(i) for i in form.parallel)
     programs = max(1, cells // (m * n))

@@ -2,7 +2,7 @@
 
 A program of the matrix unit holds the operands of a step in shared memory, once for each stage of the software
 pipeline; what its threads hold in registers is limited by the default's own rules. Nothing predicts times. Of 86
-searches on an H200, of 17 candidates in the mean, the best of the first 16, in the order in which `forms.candidates`
+searches on an H200, of 17 candidates in the mean, the best of the first 16, in the order in which `candidates.py`
 lists them, took 0.1 % longer than the best of all; ordered by a model of the device it was the best of all.
 """
 

@@ -15,19 +15,18 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from insum_nn.compiler.ir.access import affine_terms
+from insum_nn.compiler.ir import graph
+from insum_nn.compiler.ir.access import affine_terms, indices_in
 from insum_nn.compiler.ir.build import OUTPUT, build
 from insum_nn.compiler.ir.canonical import canonical_key, names_of
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.graph import ROW, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, operands, replacing
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.syntax import Apply, Factor, Number, leaves
-from insum_nn.compiler.passes import own_rows
-from insum_nn.compiler.passes.own_rows import ROW
-from insum_nn.compiler.passes.pipeline import unrolled
-from insum_nn.compiler.passes.terms import indices_of, term_of
-from insum_nn.compiler.passes.unroll import Unrolling, unroll
-from insum_nn.compiler.schedule.combining import Combining, combining, in_order
+from insum_nn.compiler.passes.choose_unrolling import Unrolling, choose_unrolling
+from insum_nn.compiler.passes.pipeline import unroll
+from insum_nn.compiler.passes.terms import term_of
+from insum_nn.compiler.schedule.output_strategy import OutputStrategy, in_order, output_strategy
 from insum_nn.compiler.schedule.plan import Plan
 from insum_nn.compiler.tuning.database import size_bucket
 from insum_nn.dtypes import dtype_of
@@ -52,7 +51,7 @@ __all__ = [
 
 # The loop over the rows that programs own, the loop over the entries of one, and, among sizes alone, the most entries
 # that a row has and the cells of the whole output.
-ROW_LOOP, ENTRY, LONGEST, CELLS = ROW.name, own_rows.ENTRY.name, "longest", "cells"
+ROW_LOOP, ENTRY, LONGEST, CELLS = ROW.name, graph.ENTRY.name, "longest", "cells"
 
 # How many times the mean the longest row may have where rows count as even.
 _EVEN = 4.0
@@ -105,8 +104,8 @@ class Form:
             output, at the rows of `row_index`.
         sizes: extents of a call, the number of rows that programs own, and entries of the longest of them if known;
             they steer choices.
-        combine: how terms reach the output.
-        row_index: the read of an index tensor that says the output row of each term, with `combine == "own"`.
+        strategy: how terms reach the output.
+        row_index: the read of an index tensor that says the output row of each term, with `strategy == "own"`.
         row_axis: the output axis it addresses; -1: it selects a matrix of `stack`.
         entries: its indices.
         permuted: the terms of rows are not in order, but listed in a permutation.
@@ -122,7 +121,7 @@ class Form:
     bound: Bound
     make: Callable[[], tuple[Kernel, tuple[tuple[Store, ...], ...]]]
     sizes: Mapping[str, int]
-    combine: Combining
+    strategy: OutputStrategy
     row_index: Load | None
     row_axis: int
     entries: tuple[str, ...]
@@ -340,10 +339,10 @@ def make_form(
     names = names_of(statement)
     extents = Extents(tuple([sizes[name] for name in bound.layout.indices]), tuple(output))
     plan = Plan({**canonical_key(bound, tables), "bucket": list(size_bucket(extents))})
-    unrolling = cache(lambda: unroll(bound, tables))
-    combine, axis, static, unrolled = plan.get(["combine"], lambda: _combined(bound, unrolling()), shape=_COMBINED)
+    unrolling = cache(lambda: choose_unrolling(bound, tables))
+    strategy, axis, static, unrolled = plan.get(["combine"], lambda: _combined(bound, unrolling()), shape=_COMBINED)
     kernel = build(bound)
-    read = statement.output.subscripts[axis].indirect if combine == "own" else None
+    read = statement.output.subscripts[axis].indirect if strategy == "own" else None
     row_index, entries, permuted = None, (), False
     if read is not None:
         entries = tuple(names.indices[index.name] for index in read.indices())
@@ -360,14 +359,14 @@ def make_form(
 
     @cache
     def make() -> tuple[Kernel, tuple[tuple[Store, ...], ...]]:
-        algorithm = _unrolled(kernel, bound, unrolling())
+        algorithm = _unroll(kernel, bound, unrolling())
         return algorithm, (at_rows(stores_of(algorithm), row_index),)
 
     form = Form(
         bound,
         make,
         own_sizes,
-        combine,
+        strategy,
         row_index,
         axis,
         entries,
@@ -382,7 +381,7 @@ def make_form(
         scattered = _atomic(form)
         if scattered.product is not None:
             return scattered
-    if form.combine == "atomic" and (deterministic or not statement.combining.adds):
+    if form.strategy == "atomic" and (deterministic or not statement.combining.adds):
         raise FormError("several terms meet in one cell, in no fixed order")
     return form
 
@@ -392,7 +391,7 @@ def input_of(kernel: Kernel, name: str) -> Buffer:
     return next(buffer for buffer in kernel.inputs if buffer.name == name)
 
 
-def _combined(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int, list[str], list[str]]:
+def _combined(bound: Bound, unrolling: Unrolling) -> tuple[OutputStrategy, int, list[str], list[str]]:
     """How terms reach the output and along which axis, and the names in the IR of what is unrolled: tables, indices.
 
     Raises:
@@ -402,20 +401,20 @@ def _combined(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int, list[
         raise FormError("all known factors are 0")
     if all(access.name in unrolling.tables for access in bound.statement.reads):
         raise FormError("every factor is static")
-    combine, axis = combining(bound, unrolling)
+    strategy, axis = output_strategy(bound, unrolling)
     if any(not math.isfinite(v) for table in unrolling.tables.values() for v in table.values):
         raise FormError("a static tensor holds values that are not finite")
     names = names_of(bound.statement)
     tables = [names.tensors[name] for name in unrolling.tables if name in names.tensors]
-    return combine, axis, tables, [names.indices[name] for name in unrolling.names]
+    return strategy, axis, tables, [names.indices[name] for name in unrolling.names]
 
 
-def _unrolled(kernel: Kernel, bound: Bound, unrolling: Unrolling) -> Kernel:
+def _unroll(kernel: Kernel, bound: Bound, unrolling: Unrolling) -> Kernel:
     """The kernel with its static tables as numbers."""
     names = names_of(bound.statement)
     points = [{names.indices[name]: value for name, value in place.items()} for place in unrolling.places]
     tables = {names.tensors[name]: table for name, table in unrolling.tables.items() if name in names.tensors}
-    return unrolled(kernel, tables, [names.indices[name] for name in unrolling.names], points)
+    return unroll(kernel, tables, [names.indices[name] for name in unrolling.names], points)
 
 
 def _atomic(form: Form) -> Form:
@@ -423,7 +422,7 @@ def _atomic(form: Form) -> Form:
     return replace(
         form,
         make=cache(lambda: (form.algorithm, (stores_of(form.algorithm),))),
-        combine="atomic",
+        strategy="atomic",
         row_index=None,
         row_axis=-1,
         entries=(),
@@ -441,7 +440,7 @@ def _find_product(form: Form) -> Product | None:
     if not (form.bound.statement.is_product and form.bound.statement.combining.adds):
         return None
     depends = [
-        frozenset(i.name for read in reads for i in indices_of(read)) for reads in zip(*form.factors, strict=True)
+        frozenset(i.name for read in reads for i in indices_in(read)) for reads in zip(*form.factors, strict=True)
     ]
     if not dtype_of(form.bound.dtype).has_dot or len(depends) < 2 or len(depends) > 6:
         return None

@@ -11,7 +11,8 @@ it is a product of matrices:
           sum c in 0 .. C:
             out[e, b] += t0[e, c] * t1[row_of[row], c, b]
 
-with e = order[entry]. Where entries are summed too, or scattered, the tiles add to memory.
+with e = order[entry]. Where entries are summed too, or scattered, the tiles add to memory. On a CPU
+`passes/cpu/group_entries.py` walks entries likewise.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.ir.nodes import Index, Load
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access
-from insum_nn.compiler.schedule.combining import in_order
 from insum_nn.compiler.schedule.form import ENTRY, ROW_LOOP, Form, at_rows, input_of
+from insum_nn.compiler.schedule.output_strategy import in_order
 from insum_nn.compiler.schedule.product_cost import worth_grouping
 
 __all__ = ["group_by_key"]
@@ -47,7 +48,7 @@ def group_by_key(form: Form, shapes: Sequence[Sequence[int]], *, deterministic: 
         found = _grouped(form, key, stack, shapes[stack[0]][stack[1]])
         terms = found.terms_of_all * math.prod(found.size(i) for i in (*found.parallel[2:], *found.reduce))
         worth = worth_grouping(found.terms_of_all, found.rows, terms)
-        if worth and not (deterministic and found.combine == "atomic") and found.product is not None:
+        if worth and not (deterministic and found.strategy == "atomic") and found.product is not None:
             return found
     return form
 
@@ -67,14 +68,14 @@ def _grouped(form: Form, key: Access, stack: tuple[int, int], count: int) -> For
     names = names_of(form.bound.statement)
     entries = tuple(names.indices[index.name] for index in key.indices())
     free = (*form.entries, *(i for i in form.parallel if i != ROW_LOOP))
-    alone = form.combine in ("direct", "place") and {*entries} <= {*free}
+    alone = form.strategy in ("direct", "place") and {*entries} <= {*free}
     kernel = build(form.bound)
     row_index = Load(input_of(kernel, names.tensors[key.name]), tuple(map(Index, entries)))
     return replace(
         form,
         make=lambda: (kernel, (at_rows(stores_of(kernel), row_index),)),
         sizes={**form.sizes, ROW_LOOP: count},
-        combine=form.combine if alone else "atomic",
+        strategy=form.strategy if alone else "atomic",
         row_index=row_index,
         row_axis=-1,
         entries=entries,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from insum_nn.compiler.ir.access import indices_of
+from insum_nn.compiler.ir.access import labels_of
 from insum_nn.compiler.ir.nodes import Load, Store
 from insum_nn.compiler.ir.schedule import Schedule, power
 from insum_nn.compiler.passes.tile import WORD_BITS, Lanes, Tiling
@@ -47,7 +47,7 @@ def place_indices(form: Form, schedule: Schedule) -> Tiling:
         *lanes,
         grid=tuple(i for i in form.parallel if i not in placed),
         loops=loops,
-        combine="add" if form.combine == "atomic" else "set",
+        combine="add" if form.strategy == "atomic" else "set",
         product=sides,
         few=frozenset(i for i in loops if form.static.get(i, WORD_BITS + 1) <= WORD_BITS),
     )
@@ -134,7 +134,7 @@ def _along_the_largest(form: Form) -> tuple[list[str], list[str], list[str]]:
 
 
 def _cells(form: Form, access: Load | Store) -> float:
-    return float(math.prod(form.size(name) for name in indices_of(*access.subscripts)))
+    return float(math.prod(form.size(name) for name in labels_of(*access.subscripts)))
 
 
 def _like(indices: Sequence[str], order: Sequence[str]) -> list[str]:
@@ -147,7 +147,7 @@ def _steady(form: Form, product: Product) -> list[str]:
     missing: set[str] = set()
     for read in form.factors[0]:
         for entry in (atom for subscript in read.subscripts for atom, _ in atoms(subscript) if isinstance(atom, Load)):
-            names = {*indices_of(entry)}
+            names = {*labels_of(entry)}
             if entry.buffer.facts.masked is not False and names & set(product.m):
                 missing |= names
     present = [i for i in product.k if i not in missing]

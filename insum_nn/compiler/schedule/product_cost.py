@@ -41,7 +41,7 @@ class Machine:
         call: bytes that could be moved while a statement is launched.
         pairwise: factors are multiplied two at a time, and what is gathered is held in memory.
         grouped: entries find the matrix that they select of a stack in a cache; see `passes.cpu.group_entries`.
-        tiled: entries are taken in tiles of one matrix; see `forms.group_by_key`.
+        tiled: entries are taken in tiles of one matrix; see `group_by_key.py`.
         adds: several programs may add to one cell.
         library: dense products are a library's, which is faster than a kernel over the blocks of a matrix.
     """

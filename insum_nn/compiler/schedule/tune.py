@@ -192,7 +192,7 @@ def _key_of(
     form: Form, tables: Mapping[str, StaticTable], bucket: tuple[int, ...], where: torch.device, precision: Precision
 ) -> store.Key:
     """What the schedule of a form is stored under."""
-    more = {"precision": precision, "combine": form.combine if form.stack is None else f"{form.combine} by key"}
+    more = {"precision": precision, "combine": form.strategy if form.stack is None else f"{form.strategy} by key"}
     if form.even:
         # In one bucket of sizes, what suits rows of equal length need not suit those of a power law.
         more["rows"] = "even"

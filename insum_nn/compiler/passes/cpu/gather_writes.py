@@ -10,19 +10,16 @@ What was scattered is then a sum in registers, whose result is written once.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
-from insum_nn.compiler.ir.access import affine_terms
+from insum_nn.compiler.ir.access import coefficient, indices_in
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
-    Cast,
     Const,
     Expr,
     Index,
     Kernel,
     Load,
     Loop,
-    Node,
     Op,
     Stmt,
     Store,
@@ -31,39 +28,9 @@ from insum_nn.compiler.ir.nodes import (
     conjuncts,
     multiply,
     replacing,
-    walk,
 )
 
-__all__ = ["coefficient", "gather_writes", "indices_in", "is_sum", "nested"]
-
-
-def indices_in(*nodes: Node) -> set[Index]:
-    """The indices that nodes vary with, those of their conditions too."""
-    return set[Index]().union(*map(_indices_of, nodes))
-
-
-# Half of the time of printing a thousand terms, without.
-@lru_cache(maxsize=4096)
-def _indices_of(node: Node) -> frozenset[Index]:
-    return frozenset([each for each in walk(node) if isinstance(each, Index)])
-
-
-def coefficient(subscript: Expr, index: Index) -> int | None:
-    """By how much a subscript grows with an index; `None`: by what a tensor or a division says."""
-    if index not in indices_in(subscript):
-        return 0
-    if not is_sum(subscript):
-        return None
-    terms, _ = affine_terms(subscript)
-    if any(index in indices_in(atom) for _, atom in terms if atom is not index):
-        return None
-    return sum(factor for factor, atom in terms if atom is index)
-
-
-def is_sum(subscript: Node) -> bool:
-    """Whether indices and entries are multiplied by numbers and added up; how an entry is found does not count."""
-    parts = subscript.args if isinstance(subscript, Op) else (subscript.value,) if isinstance(subscript, Cast) else ()
-    return (not isinstance(subscript, Op) or subscript.name in ("add", "mul")) and all(map(is_sum, parts))
+__all__ = ["gather_writes", "nested"]
 
 
 def nested(loops: list[Loop], stores: tuple[Store, ...], outermost: frozenset[Index] = frozenset()) -> tuple[Stmt, ...]:

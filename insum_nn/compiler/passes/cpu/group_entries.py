@@ -8,16 +8,17 @@
 
 with e = order[entry].
 
-The walk is the one of rows that are owned (`own_rows`), but the rows are those of a factor.
+The walk is the one of rows that are owned (`own_rows`), but the rows are those of a factor. For a GPU
+`schedule/group_by_key.py` decides on it.
 """
 
 from __future__ import annotations
 
-from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
+from insum_nn.compiler.ir.access import indices_in
+from insum_nn.compiler.ir.graph import ROW, extent_of, factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Expr, Index, Kernel, Load, Store, walk
-from insum_nn.compiler.passes.cpu.gather_writes import indices_in, nested
-from insum_nn.compiler.passes.cpu.place_lanes import extent_of
-from insum_nn.compiler.passes.own_rows import ROW, RowWalk, own_rows
+from insum_nn.compiler.passes.cpu.gather_writes import nested
+from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 
 __all__ = ["group_entries", "plain_entry"]
 

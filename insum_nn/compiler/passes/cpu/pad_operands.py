@@ -12,10 +12,10 @@ first, and runs the one with conditions if it is not, or if the copy were large.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from insum_nn.compiler.ir.access import affine_terms, is_index
-from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
+from insum_nn.compiler.ir.access import affine_terms, indices_in, is_index, is_sum
+from insum_nn.compiler.ir.graph import ENTRY, extent_of, factors_of, loops_of, stores_of
+from insum_nn.compiler.ir.lowered import ROOM, Padded, Reach, highest
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Cast,
@@ -38,40 +38,9 @@ from insum_nn.compiler.ir.nodes import (
     replacing,
     walk,
 )
-from insum_nn.compiler.passes.cpu.gather_writes import indices_in, is_sum
-from insum_nn.compiler.passes.cpu.place_lanes import extent_of
 from insum_nn.compiler.passes.cpu.transpose_operands import swap
-from insum_nn.compiler.passes.own_rows import ENTRY
 
-__all__ = ["ROOM", "Padded", "highest", "pad_operands"]
-
-# Cells by which a copy may be longer than twice its operand.
-ROOM = 32
-
-# From where to where a subscript runs.
-Reach = tuple[Expr, Expr]
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """A copy of an operand with zeros around it.
-
-    Attributes:
-        copy: the copy; its subscripts are those of the operand, and may be negative.
-        source: the operand.
-        reached: by axis that has zeros, from where to where it is read.
-        swapped: the axis in whose place the last one is; `None`: all are in order.
-    """
-
-    copy: Buffer
-    source: Buffer
-    reached: Mapping[int, Sequence[Reach]]
-    swapped: int | None = None
-
-
-def highest(buffer: Buffer) -> Size:
-    """The largest entry of an index tensor."""
-    return Size(f"{buffer.name}_highest")
+__all__ = ["pad_operands"]
 
 
 def pad_operands(kernel: Kernel, lanes: Loop | None) -> tuple[Kernel, tuple[Padded, ...], tuple[Buffer, ...]]:

@@ -11,18 +11,16 @@ from how many threads run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from insum_nn.compiler.ir.access import is_index
-from insum_nn.compiler.ir.graph import factors_of, loops_of, stores_of
+from insum_nn.compiler.ir.access import apart, coefficient, indices_in, is_index, steps_of
+from insum_nn.compiler.ir.graph import ENTRY, ROW, extent_of, factor_dtype, factors_of, loops_of, stores_of
+from insum_nn.compiler.ir.lowered import Placement, WrittenCells
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, Op, Store, conjuncts, operands, walk
 from insum_nn.compiler.ir.schedule import Schedule
-from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
-from insum_nn.compiler.passes.cpu.written_cells import WrittenCells
-from insum_nn.compiler.passes.own_rows import ENTRY, ROW
+from insum_nn.dtypes import dtype_of
 
-__all__ = ["Placement", "extent_of", "place_lanes", "steps_of"]
+__all__ = ["place_lanes"]
 
 # Vectors of one row at a time.
 _VECTORS = 4
@@ -34,66 +32,21 @@ _ALIKE = 192
 _STREAMED, _NEAR = 4, 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where the loops of a kernel go.
-
-    Attributes:
-        schedule: `m` rows of the block, `n` numbers along the lanes of the output at a time, `k` along those of a sum.
-        outer: loops over cells, outermost first.
-        rows: the loop of the register block. One over terms adds several of them to cells that stay in memory.
-        inner: loops over cells inside of that one.
-        sums: loops over terms, outermost first.
-        lanes: the loop along vectors; it is over cells, or over terms and then the innermost.
-        batches: stores whose sums are made in the same walk over the terms.
-    """
-
-    schedule: Schedule
-    outer: tuple[Loop, ...]
-    rows: Loop | None
-    inner: tuple[Loop, ...]
-    sums: tuple[Loop, ...]
-    lanes: Loop | None
-    batches: tuple[tuple[Store, ...], ...]
-
-    @property
-    def streams(self) -> bool:
-        """Whether terms are walked outside of the cells that they add to."""
-        return self.rows is not None and self.rows.role == "sum"
-
-
-def extent_of(loop: Loop) -> int | None:
-    """The extent of a loop, if it is compiled in."""
-    return int(loop.end.value) if isinstance(loop.end, Const) and loop.begin is Const(0) else None
-
-
-def steps_of(access: Load | Store, index: Index) -> list[int | None]:
-    """By how much the subscripts of an access grow with an index."""
-    return [coefficient(subscript, index) for subscript in access.subscripts]
-
-
-def place_lanes(
-    kernel: Kernel,
-    cells: WrittenCells,
-    width: int,
-    apart: Callable[[Load | Store, Index], int],
-    registers: int,
-    *,
-    vectors: bool,
-) -> Placement:
+def place_lanes(kernel: Kernel, cells: WrittenCells, vector_bytes: int, registers: int) -> Placement:
     """Place the loops of a kernel by what its accesses do along each of them.
 
     Args:
         kernel: the algorithm.
         cells: what it writes.
-        width: lanes of a vector.
-        apart: how far apart an access's neighbours along an index are in memory: 0, 1, or 2 for anything else.
+        vector_bytes: bytes of a vector.
         registers: accumulators that stay in registers beside what is read.
-        vectors: the numbers have vectors.
     """
-    loops, stores = loops_of(kernel), stores_of(kernel)
+    loops, stores, dtype = loops_of(kernel), stores_of(kernel), dtype_of(factor_dtype(kernel))
+    # What is narrower is computed with in 4 bytes. Terms of integers are not selected in vectors.
+    width = vector_bytes // max(4, dtype.torch.itemsize)
+    vectors = stores[0].combine == "add" or (dtype.is_floating and cells.once)
     bounds = indices_in(*(bound for loop in loops for bound in (loop.begin, loop.end)))
-    lanes = _lanes(loops, stores, bounds, width, apart) if vectors else None
+    lanes = _lanes(loops, stores, bounds, width) if vectors else None
     batches = _batches(loops, stores, lanes)
     targets = max(len({store.subscripts for store in batch}) for batch in batches)
     # Several cells of a term share the registers.
@@ -117,7 +70,7 @@ def place_lanes(
     sums.sort(key=lambda loop: (loop.index is not ENTRY, -sum(loop.index in indices_in(read) for read in index_reads)))
     along_cells = lanes is not None and lanes.role == "free"
     schedule = Schedule(m=count, n=each if along_cells else 1, k=each if lanes and not along_cells else 1)
-    return Placement(schedule, tuple(outer), rows, tuple(inner), tuple(sums), lanes, batches)
+    return Placement(schedule, width, tuple(outer), rows, tuple(inner), tuple(sums), lanes, batches)
 
 
 def _batches(loops: Sequence[Loop], stores: Sequence[Store], lanes: Loop | None) -> tuple[tuple[Store, ...], ...]:
@@ -149,7 +102,6 @@ def _lanes(
     stores: Sequence[Store],
     bounds: set[Index],
     width: int,
-    apart: Callable[[Load | Store, Index], int],
 ) -> Loop | None:
     """The loop whose neighbours are read and written next to each other at the least cost."""
     values = [*dict.fromkeys(each for s in stores for f in factors_of(s.value) for each in [*operands(f)] or [f])]

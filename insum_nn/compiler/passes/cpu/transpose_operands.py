@@ -8,32 +8,16 @@ The copy is small: the operand has no axis of the data, which all of its numbers
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.access import indices_in
+from insum_nn.compiler.ir.graph import extent_of, loops_of, stores_of
+from insum_nn.compiler.ir.lowered import Transposed
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Loop, Node, replacing, walk
-from insum_nn.compiler.passes.cpu.gather_writes import indices_in
-from insum_nn.compiler.passes.cpu.place_lanes import extent_of
 
-__all__ = ["Transposed", "swap", "transpose_operands"]
+__all__ = ["swap", "transpose_operands"]
 
 # Fewest neighbours that are worth a copy.
 _LEAST = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Transposed:
-    """A copy of an operand with its last axis in the place of another one.
-
-    Attributes:
-        name: of the copy.
-        source: the operand.
-        axis: the other axis.
-    """
-
-    name: str
-    source: str
-    axis: int
 
 
 def transpose_operands(kernel: Kernel, kept: Collection[str]) -> tuple[Kernel, tuple[Transposed, ...]]:

@@ -5,33 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from insum_nn.compiler.ir.access import affine_terms
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.access import affine_terms, coefficient, indices_in
+from insum_nn.compiler.ir.graph import ENTRY, ROW, loops_of, stores_of
+from insum_nn.compiler.ir.lowered import WrittenCells
 from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, walk
-from insum_nn.compiler.passes.cpu.gather_writes import coefficient, indices_in
-from insum_nn.compiler.passes.own_rows import ENTRY, ROW
 
-__all__ = ["WrittenCells", "written_cells"]
+__all__ = ["written_cells"]
 
 # Cells up to which they are counted one by one.
 _MOST = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenCells:
-    """What is known of the cells that a kernel writes.
-
-    Attributes:
-        once: each is written at one point of the free loops at most, by one sum.
-        all: every cell of the output is.
-        apart: loops of which no two values write one cell.
-    """
-
-    once: bool
-    all: bool
-    apart: frozenset[Index]
 
 
 def written_cells(kernel: Kernel, entries: Sequence[Expr] = ()) -> WrittenCells:

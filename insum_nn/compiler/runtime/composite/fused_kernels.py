@@ -23,6 +23,7 @@ from torch import Tensor
 
 from insum_nn.compiler.ir.access import affine_terms
 from insum_nn.compiler.ir.canonical import named_as, names_of
+from insum_nn.compiler.ir.graph import ROW
 from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
@@ -31,7 +32,6 @@ from insum_nn.compiler.lang.printed import Attempt, Sizes
 from insum_nn.compiler.lang.shapes import agreement_of
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.passes.own_rows import ROW
 from insum_nn.compiler.runtime.execution import Executable
 from insum_nn.compiler.schedule.additional import Walk, fused_form, is_owned, read_at, union
 from insum_nn.compiler.schedule.form import Form, FormError, atoms
@@ -307,7 +307,7 @@ def _cost(ones: Sequence[One], walk: Walk) -> int:
     for one in ones:
         form = one.form
         own = is_owned(form, walk)
-        if form.combine == "own" and not own:
+        if form.strategy == "own" and not own:
             # They are read and written.
             adds[one.number] = max(adds.get(one.number, 0), 2 * form.accumulators)
         names = {short: name for name, short in names_of(one.bound.statement).tensors.items()}

@@ -4,6 +4,8 @@ direct   every cell belongs to one program: indices of its own, or entries of st
 place    an index tensor whose entries are unique: each term has a cell of its own
 own      an index tensor gives terms to rows, each of which one program sums
 atomic   terms meet in memory
+
+On a CPU, where another rule fits, `passes/pipeline.py: lower` decides which rows are owned.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from typing import Literal
 
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access, Subscript
-from insum_nn.compiler.passes.unroll import Unrolling
+from insum_nn.compiler.passes.choose_unrolling import Unrolling
 
-__all__ = ["Combining", "combining", "in_order"]
+__all__ = ["OutputStrategy", "in_order", "output_strategy"]
 
-Combining = Literal["direct", "place", "own", "atomic"]
+OutputStrategy = Literal["direct", "place", "own", "atomic"]
 
 
-def combining(bound: Bound, unrolling: Unrolling) -> tuple[Combining, int]:
+def output_strategy(bound: Bound, unrolling: Unrolling) -> tuple[OutputStrategy, int]:
     """How terms reach the output, and the axis that is addressed by an index tensor."""
     statement = bound.statement
     subscripts = statement.output.subscripts

@@ -1,4 +1,4 @@
-"""Static tables: which indices are unrolled into terms, and which cells the terms of an output share.
+"""Choose which indices of static tables are unrolled into terms; `unroll_static_tables` does it.
 
 An index that addresses a table is unrolled, value by value, unless every table is affine in it: in a term the read
 is then a start and a step, and the index stays one that lanes and loops run over.
@@ -18,7 +18,7 @@ from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access, Index, Subscript
 from insum_nn.facts import StaticTable
 
-__all__ = ["Unrolling", "unroll"]
+__all__ = ["Unrolling", "choose_unrolling"]
 
 # Most terms that are unrolled; past it, static tensors are read like any other.
 _TERM_LIMIT = 6000
@@ -92,7 +92,7 @@ class Unrolling:
         return tuple(found)
 
 
-def unroll(bound: Bound, tables: Mapping[str, StaticTable], most: int | None = None) -> Unrolling:
+def choose_unrolling(bound: Bound, tables: Mapping[str, StaticTable], most: int | None = None) -> Unrolling:
     """Decide which indices are unrolled, and list the terms.
 
     Args:

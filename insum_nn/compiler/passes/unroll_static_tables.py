@@ -35,10 +35,10 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.facts import StaticTable
 
-__all__ = ["fold_static_tables"]
+__all__ = ["unroll_static_tables"]
 
 
-def fold_static_tables(
+def unroll_static_tables(
     kernel: Kernel, tables: Mapping[str, StaticTable], unrolled: Sequence[str], points: Iterable[Mapping[str, int]]
 ) -> Kernel:
     """Unroll a kernel over static tables.
