@@ -55,12 +55,14 @@ def unroll(
 # For C.
 
 
-# Accumulators that stay in registers beside what is read, of 32 bytes: most, and of what few calls run.
+# Accumulators that stay in registers beside what is read, where vectors have 32 bytes; and of what few calls run.
 _REGISTERS, _FEW = 12, 4
 
 
 def lower(kernel: Kernel, made: Collection[str] = (), vector_bytes: int = 32) -> Lowered:
-    """Choose how an algorithm writes its output on a CPU: by entries of one matrix, by owned rows, or as it says.
+    """Choose how an algorithm writes its output on a CPU, by entries of one matrix, by owned rows, or as it says.
+
+    Then its loops get their places, and a kernel that reads operands among zeros stands beside it where that helps.
 
     Args:
         kernel: the algorithm; extents that are compiled in are numbers.
