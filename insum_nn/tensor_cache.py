@@ -13,40 +13,82 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.locks import new_lock
 
-__all__ = ["TensorCache", "builder_versions", "forget", "forgets", "insert", "same_view", "same_views", "unwritten"]
+__all__ = ["Kept", "TensorCache", "forget", "insert", "kept", "kept_of", "same_view", "same_views", "unwritten"]
 
 Built = TypeVar("Built")
 K = TypeVar("K")
 V = TypeVar("V")
-Forget = Callable[[Tensor], None]
-_forgetters: list[Forget] = []
-builder_versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-"""Versions at which the tensors of builders were first met, by their identity; see `unwritten`."""
-# For each tensor of which views were met: an alias of each view, by what the view shows. `_VIEWS_LIMIT` of each tensor.
-_views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Views that are kept of each tensor.
 _VIEWS_LIMIT = 8
 _caches: weakref.WeakSet[TensorCache[Any]] = weakref.WeakSet()
 _lock = new_lock()
 
 
-def forgets(forgetter: Forget) -> Forget:
-    """Register what drops everything that is kept of one tensor."""
-    _forgetters.append(forgetter)
-    return forgetter
+class Kept(weakref.ref[Tensor]):
+    """What is kept of one tensor, to which it is a weak reference.
+
+    Attributes:
+        key: the tensor's identity.
+        first: the version at which it was met; see `unwritten`. `None`: it has none.
+        version: the version at which its entries were read; -1: they were not.
+        low, high: smallest and largest entry; 0 and -1 without entries.
+        ascending: none is missing, and none is smaller than the one before it.
+        orders: its entries in the order of their values, by number of rows.
+        verified: facts of it that were verified, and of what.
+        views: an alias of each view of it, by what the view shows.
+    """
+
+    __slots__ = ("ascending", "first", "high", "key", "low", "orders", "verified", "version", "views")
+    key: int
+    first: int | None
+    version: int
+    low: int
+    high: int
+    ascending: bool
+    orders: dict[int, tuple[int, int, Tensor]]
+    verified: tuple[object, list[weakref.ref[Tensor]], Any] | None
+    views: dict[Hashable, Tensor]
+
+    def read(self, version: int, low: int, high: int, ascending: bool) -> Kept:
+        """Note what was read of the entries at a version."""
+        self.low, self.high, self.ascending = low, high, ascending and low >= 0
+        self.orders, self.version = {}, version
+        return self
+
+
+kept: dict[int, Kept] = {}
+"""By the identity of a tensor; printed calls look here, and compare tensor and version."""
+
+
+def kept_of(tensor: Tensor) -> Kept:
+    """Return what is kept of a tensor; of inference tensors, which have no version, nothing is from call to call."""
+    key = id(tensor)
+    found = kept.get(key)
+    if found is not None and found() is tensor:
+        return found
+    made = Kept(tensor, _gone)
+    made.key, made.first, made.version, made.orders, made.verified, made.views = key, None, -1, {}, None, {}
+    if not tensor.is_inference():
+        made.first = tensor._version
+        kept[key] = made
+    return made
+
+
+def _gone(ref: Any) -> None:
+    if kept.get(ref.key) is ref:
+        del kept[ref.key]
 
 
 def forget(tensors: Iterable[Tensor]) -> None:
     """Drop everything that is kept of these tensors, and of all views of what they are views of."""
     for tensor in tensors:
-        base = tensor if tensor._base is None else tensor._base
-        aliases: dict[Hashable, Tensor] = _views.get(base) or {}
-        for each in dict.fromkeys((tensor, *aliases.values())):
-            for forgetter in _forgetters:
-                forgetter(each)
+        known = kept.get(id(tensor if tensor._base is None else tensor._base))
+        for each in dict.fromkeys((tensor, *(known.views.values() if known else ()))):
+            if (own := kept.get(id(each))) is not None:
+                own.version, own.verified = -1, None
             for cache in tuple(_caches):
                 cache.forget(each)
 
@@ -171,9 +213,7 @@ def same_view(tensor: Tensor) -> Tensor:
         return tensor
     if is_functorch_wrapped_tensor(base):
         return tensor
-    known: dict[Hashable, Tensor] | None = _views.get(base)
-    if known is None:
-        known = _views[base] = {}
+    known = kept_of(base).views
     # The storage counts too: `base.set_()` gives it another one, and earlier views keep theirs.
     storage = tensor.untyped_storage()._cdata
     key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
@@ -201,16 +241,5 @@ def unwritten(tensor: Tensor) -> bool:
 
     A builder calls this before it returns its tensors, so that every later write counts.
     """
-    if tensor.is_inference():
-        return True
-    key = id(tensor)
-    found = builder_versions.get(key)
-    if found is not None and found[0]() is tensor:
-        return found[1] == tensor._version
-
-    def gone(ref: weakref.ref[Tensor]) -> None:
-        if (kept := builder_versions.get(key)) is not None and kept[0] is ref:
-            del builder_versions[key]
-
-    builder_versions[key] = weakref.ref(tensor, gone), tensor._version
-    return True
+    first = kept_of(tensor).first
+    return first is None or first == tensor._version

@@ -107,5 +107,6 @@ def gcn_norm(
     degree = (added or _added)(entries.row, wide, num_nodes)
     root = inverse_root(degree)
     normalised = (root.index_select(0, entries.row) * wide * root.index_select(0, entries.col)).to(weight.dtype)
-    ends = (entries.col, entries.row) if flow == "source_to_target" else (entries.row, entries.col)
-    return torch.stack(ends), normalised
+    ends = [entries.col, entries.row][:: 1 if flow == "source_to_target" else -1]
+    # What is kept of the tensor that was passed is found again.
+    return edge_index.long() if entries.edge is None else torch.stack(ends), normalised

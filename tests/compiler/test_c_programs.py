@@ -153,6 +153,21 @@ def test_operands_that_are_not_contiguous():
     torch.testing.assert_close(insum(SPMM, tensors=given, out_shape=(20, None)), oracle(given))
 
 
+def test_a_default_device_is_not_that_of_results():
+    given, new = entries(), entries()
+    leaves = [given["Val"].requires_grad_(), given["B"].requires_grad_()]
+    program = insum_nn.compile(SPMM)
+    for _ in range(2):
+        program(tensors=given, out_shape=(20, None)).sum().backward()
+    with torch.device("meta"):
+        got = program(tensors=given, out_shape=(20, None))
+        found = torch.autograd.grad(got.sum(), leaves)
+        unseen = program(tensors=new, out_shape=(20, None))
+    want = oracle(given)
+    torch.testing.assert_close([got, *found], [want, *torch.autograd.grad(want.sum(), leaves)])
+    torch.testing.assert_close(unseen, oracle(new))
+
+
 def test_bits_do_not_depend_on_threads():
     given = entries(200_000, 3_000, 16, torch.float32)
     program = insum_nn.compile(SPMM)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum
+from insum_nn import IndexFacts, Options, cache_info, clear_cache, insum, tensor_cache
 from insum_nn.compiler import api
 from insum_nn.compiler.api import compile_built
 from insum_nn.compiler.kernels import c_structures
@@ -437,7 +437,7 @@ def test_nothing_keeps_a_tensor_alive():
     program(**t).sum().backward()
     insum(SPMM.replace("+=", "max="), **t, out_shape=(3, None)).sum().backward()
     references = [weakref.ref(tensor) for tensor in t.values()]
-    assert any(c_structures.seen[id(t[name])].ref() is t[name] for name in ("Row", "Col"))
+    assert any(tensor_cache.kept[id(t[name])]() is t[name] for name in ("Row", "Col"))
     del t
     gc.collect()
     assert [reference() for reference in references] == [None] * 4

@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,8 @@ from torch import Tensor
 import insum_nn
 from insum_nn import insum
 from insum_nn.compiler.kernels import c_structures
-from insum_nn.compiler.lang import index_checks
 from insum_nn.errors import InsumRangeError
-from insum_nn.tensor_cache import same_view
+from insum_nn.tensor_cache import Kept, same_view
 
 STATEMENT = "Y[Dst[e],f] += X[Src[e],f]"
 
@@ -34,13 +34,13 @@ def exact(x: Tensor, edges: Tensor) -> Tensor:
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often the entries of an index tensor were read."""
     counts = {"read": 0}
-    evaluate = index_checks.Stats
+    read = Kept.read
 
-    def reading(*args: object) -> object:
+    def reading(*args: Any) -> Kept:
         counts["read"] += 1
-        return evaluate(*args)
+        return read(*args)
 
-    monkeypatch.setattr(index_checks, "Stats", reading)
+    monkeypatch.setattr(Kept, "read", reading)
     # Not by the C function, which an earlier test may have had compiled.
     monkeypatch.setattr(c_structures, "sorting", functools.cache(lambda _: (None, SimpleNamespace(run=None))))
     return counts

@@ -53,6 +53,7 @@ def test_equals_the_peer(improved: bool, loops: bool, flow: str, weighted: bool,
     got_edges, got = gcn_norm(*arguments)
     want_edges, want = peer.gcn_norm(*arguments)
     assert got_edges.tolist() == want_edges.tolist()
+    assert (got_edges is graph) == (want_edges is graph) == (not loops)
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=1e-13, atol=0, equal_nan=True)
 

@@ -171,7 +171,7 @@ class CFunction:
             self.error = str(error)
             return False
         function, self.alone, self.error = library[self.name], hasattr(library, "insum_alone"), ""
-        function.restype, function.argtypes = ctypes.c_int, [ctypes.c_char_p]
+        function.restype, function.argtypes = ctypes.c_long, [ctypes.c_char_p]
         self.run = function
         return True
 

@@ -6,9 +6,9 @@
         (s0_0, s0_1), = shapes
         if not t0.is_contiguous(): t0 = t0.contiguous()
         ...
-        begin0, order0 = order_of(t2, s0_0)
-        out0 = empty((s0_0, s0_1), dtype=dtype0)
-        run(row(t0.data_ptr(), t1.data_ptr(), begin0.data_ptr(), order0.data_ptr(), out0.data_ptr(), e0_0, e0_1, 1))
+        begin0, order0, kept0 = order_of(t2, s0_0)
+        out0 = empty(s0_0, s0_1, dtype=dtype0, device=cpu)
+        run(row(t0.data_ptr(), t1.data_ptr(), begin0, order0, out0.data_ptr(), e0_0, e0_1, 1))
         return out0,
 
 Nothing of it depends on sizes or on index tensors, but for the extents that are compiled in.
@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from insum_nn.compiler.codegen.c_prelude import PIECES
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, build
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
 from insum_nn.compiler.kernels.c_compiler import CFunction, background, submit, vector_bytes
-from insum_nn.compiler.kernels.c_structures import entries_of, order_of, sorting
+from insum_nn.compiler.kernels.c_structures import CPU, order_of, sorting
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.limits import slot_indices
@@ -207,7 +208,7 @@ class CProgram:
             self._functions = [function, *(each for dtype in printed.sorted for each in sorting(dtype))]
             self.host = "\n".join(printed.lines)
             names = {**printed.names, "run": self._run, "row": function.row, "threads": torch.get_num_threads}
-            names |= {"entries_of": entries_of, "order_of": order_of, "empty": torch.empty, "zeros": torch.zeros}
+            names |= {"order_of": order_of, "empty": torch.empty, "zeros": torch.zeros, "cpu": CPU}
             self._names = names
             self.body = function_of_lines(printed.lines, names, f"{parts[0].bound.statement.text} in C")
             self.text = text
@@ -323,7 +324,7 @@ class _Printed:
         self.numbers: dict[str, str] = {}
         self.names: dict[str, Any] = {}
         self.sorted: dict[torch.dtype, None] = {}
-        self.made: dict[str, str] = {}
+        self.made: dict[str, tuple[str, str]] = {}
         self.calls: list[str] = []
         given = sorted({part.output for part in parts if part.shape is None})
         self.lines = ["def body(pool, extents, shapes, initial):"]
@@ -374,13 +375,14 @@ class _Printed:
             work = " * ".join(letters.values()) or "1"
             numbers.append(self.number(f"threads() if {work} > {_DIVIDED} else 1"))
             self.calls.append(f"{kernel.name}({', '.join([*pointers, *numbers])})")
-        passed = [*(f"{name}.data_ptr()" for name in self.arguments), *self.numbers]
+        sorted_ = {*chain(*self.made.values())}
+        passed = [name if name in sorted_ else f"{name}.data_ptr()" for name in self.arguments] + [*self.numbers]
         results = "".join(f"out{n}, " for n in given)
         self.lines += [f"if run(row({', '.join(passed)})):", "    raise MemoryError", f"return {results}"]
         self.given = len(passed)
         head = [f"  void *{p} = (void *)given[{n}];" for n, p in enumerate(self.arguments.values())]
         head += [f"  const long {each} = given[{n}];" for n, each in enumerate(self.numbers.values(), len(head))]
-        lines = [f"int {_ENTRY}(const long *given) {{", *head, f"  return {' || '.join(self.calls)};", "}\n"]
+        lines = [f"long {_ENTRY}(const long *given) {{", *head, f"  return {' || '.join(self.calls)};", "}\n"]
         self.entry = "\n".join(lines)
 
     def argument(self, name: str) -> str:
@@ -393,17 +395,18 @@ class _Printed:
         """Sort entries, once for all statements that walk them."""
         made = f"{where[index]}, {rows}"
         if made not in self.made:
-            self.made[made] = str(len(self.made))
+            n = len(self.made)
+            self.made[made] = f"begin{n}", f"order{n}"
             self.sorted[dtype] = None
-            self.lines.append(
-                f"begin{self.made[made]}, order{self.made[made]} = order_of(entries_of({where[index]}), {made})"
-            )
-        where["begin"], where["order"] = f"begin{self.made[made]}", f"order{self.made[made]}"
+            # What holds them lives as long as the call.
+            self.lines.append(f"begin{n}, order{n}, kept{n} = order_of({made})")
+        where["begin"], where["order"] = self.made[made]
 
     def fill(self, part: Part, bound: Bound, kernel: CKernel, out: str, shape: Sequence[str]) -> None:
         """Allocate an output, with what it holds before the first statement."""
         self.names[f"dtype{part.output}"] = bound.out_dtype
-        made = f"(({''.join(f'{s}, ' for s in shape)}), dtype=dtype{part.output})"
+        # Sizes one by one take torch a third less time than a tuple, and `torch.device(...)` is another default.
+        made = f"({', '.join(shape) or '()'}, dtype=dtype{part.output}, device=cpu)"
         if bound.has_initial:
             self.lines.append(f"initial = initial.expand(({''.join(f'{s}, ' for s in shape)})).contiguous()")
         self.lines.append(f"{out} = {'zeros' if kernel.filled else 'empty'}{made}")

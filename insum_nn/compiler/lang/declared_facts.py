@@ -13,23 +13,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.facts import IndexFacts, repeated
-from insum_nn.tensor_cache import forgets, unwritten
+from insum_nn.tensor_cache import kept_of, unwritten
 
 __all__ = ["Origin", "is_trusted", "verified"]
 
 # A builder; a format whose tensors could not be read, since the call was traced; a caller.
 Origin = Literal["builder", "format", "caller"]
-
-# Facts about order and uniqueness that were verified, by tensor.
-_verified: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-@forgets
-def _forget(tensor: Tensor) -> None:
-    _verified.pop(tensor, None)
 
 
 def is_trusted(tensor: Tensor, facts: IndexFacts, origin: Origin) -> bool:
@@ -55,7 +46,8 @@ def verified(name: str, declared: IndexFacts, named: Mapping[str, Tensor]) -> In
     if any(t.is_inference() for t in together):
         return _holding(declared, together)
     key = (declared, tensor._version, *((id(t), t._version) for t in others))
-    cached: tuple[object, list[weakref.ref[Tensor]], IndexFacts] | None = _verified.get(tensor)
+    kept = kept_of(tensor)
+    cached: tuple[object, list[weakref.ref[Tensor]], IndexFacts] | None = kept.verified
     # The identifier of a tensor that was freed may have been reused.
     if cached is not None and cached[0] == key and all(ref() is t for ref, t in zip(cached[1], others, strict=True)):
         return cached[2]
@@ -63,7 +55,7 @@ def verified(name: str, declared: IndexFacts, named: Mapping[str, Tensor]) -> In
         # Nothing can be read; the check of ranges raises.
         return replace(declared, sorted=False, unique=False, unique_with=())
     found = _holding(declared, together)
-    _verified[tensor] = key, [weakref.ref(t) for t in others], found
+    kept.verified = key, [weakref.ref(t) for t in others], found
     return found
 
 

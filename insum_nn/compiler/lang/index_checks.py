@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.declared_facts import Origin, is_trusted, verified
@@ -30,10 +29,9 @@ from insum_nn.errors import (
     raise_collected,
 )
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
-from insum_nn.tensor_cache import forget, forgets, unwritten
+from insum_nn.tensor_cache import Kept, forget, kept_of, unwritten
 
 __all__ = [
-    "Stats",
     "cell_numbers",
     "check_index_values",
     "completed",
@@ -47,37 +45,17 @@ __all__ = [
 _INT64_MAX = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """The statistics of an index tensor at one version of it."""
-
-    version: int
-    smallest: int
-    largest: int
-    ascending: bool
-
-
-_cached: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-@forgets
-def _forget(tensor: Tensor) -> None:
-    _cached.pop(tensor, None)
-
-
-def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
-    """Return the smallest and largest entry, and whether entries ascend; cached per tensor and version.
+def stats_of(tensor: Tensor, *, again: bool = False) -> Kept:
+    """Return the smallest and largest entry, and whether entries ascend; kept per tensor and version.
 
     Raises:
         InsumBackendError: the device cannot be read because a CUDA graph is being captured.
     """
-    # Inference tensors track no version, so their statistics may become stale: never cache them.
-    version = None if tensor.is_inference() else tensor._version
-    cached = _cached.get(tensor)
-    if cached is not None and version is not None and cached.version == version and not again:
-        return cached
+    found, version = kept_of(tensor), 0 if tensor.is_inference() else tensor._version
+    if found.version == version and not again:
+        return found
     if tensor.numel() == 0:
-        return Stats(version or 0, 0, -1, True)
+        return found.read(version, 0, -1, True)
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise InsumBackendError(
             "an index tensor's values are not validated yet, and cannot be read while a CUDA graph is captured",
@@ -87,10 +65,7 @@ def stats_of(tensor: Tensor, *, again: bool = False) -> Stats:
     low, high = flat.aminmax()
     ascending = (flat[1:] >= flat[:-1]).all().to(flat.dtype)
     smallest, largest, sorted_ = torch.stack([low, high, ascending]).tolist()
-    stats = Stats(version or 0, smallest, largest, bool(sorted_))
-    if version is not None:
-        _cached[tensor] = stats
-    return stats
+    return found.read(version, smallest, largest, bool(sorted_))
 
 
 def check_index_values(
@@ -145,15 +120,14 @@ def check_index_values(
     if all(f.proven and f.masked is not None for f in promised.values()) and not writes_sums(statement):
         return promised
     complete: dict[str, IndexFacts] = {}
-    read: dict[str, Stats] = {}
+    read: dict[str, Kept] = {}
     for name, own in declared.items():
         if own.proven and own.masked is not None:
             # Ranges that a caller declares are checked below.
             complete[name] = own
             continue
         stats = read[name] = stats_of(named[name], again=validate)
-        ascending = own.sorted or (stats.ascending and stats.smallest >= 0)
-        complete[name] = completed(own, ascending, stats.smallest < 0)
+        complete[name] = completed(own, own.sorted or stats.ascending, stats.low < 0)
     if 0 not in extents.indices:
         _check_ranges(statement, named, extents, promised, read, drop_outside=drop_outside)
     return complete
@@ -185,7 +159,7 @@ def _check_ranges(
     named: Mapping[str, Tensor],
     extents: Extents,
     promised: Mapping[str, IndexFacts],
-    read: dict[str, Stats],
+    read: dict[str, Kept],
     *,
     drop_outside: bool,
 ) -> None:
@@ -211,15 +185,15 @@ def _check_ranges(
         extent = extents.output[axis] if is_output else named[name].shape[axis]
         if plain:
             entry = read[inner[0]]
-            if lowest_entry(promised[inner[0]]) <= entry.smallest and entry.largest < extent:
+            if lowest_entry(promised[inner[0]]) <= entry.low and entry.high < extent:
                 continue
         access = next(itertools.islice(statement.accesses(), number, None))
         subscript, stats = access.subscripts[axis], {each: read[each] for each in inner}
         sizes = sizes or dict(zip(layout_of(statement).indices, extents.indices, strict=True))
-        below = any(s.smallest < lowest_entry(promised[name]) for name, s in stats.items())
+        below = any(s.low < lowest_entry(promised[name]) for name, s in stats.items())
         bounded = plain or (is_output and not drop_outside)
         low, high = _hull(subscript, sizes, stats)
-        if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.smallest <= s.largest for s in stats.values()):
+        if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.low <= s.high for s in stats.values()):
             faults.append(_overflow(statement, subscript, low, high))
             continue
         beyond = bounded and (low < (-1 if plain else 0) or high >= extent)
@@ -256,7 +230,7 @@ def _overflow(statement: Statement, subscript: Subscript, low: int, high: int) -
     )
 
 
-def _hull(subscript: Subscript, sizes: Mapping[str, int], stats: Mapping[str, Stats]) -> tuple[int, int]:
+def _hull(subscript: Subscript, sizes: Mapping[str, int], stats: Mapping[str, Kept]) -> tuple[int, int]:
     low, high = interval(subscript, sizes)
     plain = subscript.indirect is not None
     for term in subscript.terms:
@@ -264,8 +238,8 @@ def _hull(subscript: Subscript, sizes: Mapping[str, int], stats: Mapping[str, St
             continue
         entry = stats[term.atom.name]
         # A term with a missing entry does not contribute.
-        smallest = entry.smallest if plain else max(entry.smallest, 0)
-        ends = (term.coefficient * smallest, term.coefficient * entry.largest)
+        smallest = entry.low if plain else max(entry.low, 0)
+        ends = (term.coefficient * smallest, term.coefficient * entry.high)
         low, high = low + min(ends), high + max(ends)
     return low, high
 

@@ -6,8 +6,8 @@
         (s0_0, s0_1), = shapes
         if not (e0_0 and e0_1 and ...):
             return None
-        i0 = seen.get(id(t0))
-        if i0 is None or i0.version != t0._version or i0.ref() is not t0:
+        i0 = kept.get(id(t0))
+        if i0 is None or i0() is not t0 or i0.version < 0 or i0.version != t0._version:
             i0 = entries_of(t0)
         ...
         if i0.low < -1 or i0.high >= s0_0 or ...:
@@ -40,7 +40,7 @@ from insum_nn.compiler.kernels.c_program import (
     known_in_c,
     limits_of_extents,
 )
-from insum_nn.compiler.kernels.c_structures import entries_of, seen
+from insum_nn.compiler.kernels.c_structures import entries_of
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.sized import WIDE
 from insum_nn.compiler.lang.bind import Bound, Extents, bind
@@ -57,7 +57,7 @@ from insum_nn.compiler.runtime.execution import Executable, Executables, forgets
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
-from insum_nn.tensor_cache import builder_versions, insert, unwritten
+from insum_nn.tensor_cache import insert, kept, kept_of
 
 if TYPE_CHECKING:
     from insum_nn.compiler.runtime.dispatch import Spec
@@ -398,7 +398,7 @@ class _Lines:
         if elsewhere or not self.given:
             return None
         self.names = {"Extents": Extents, "bodies": artifact.bodies, "completed": completed, "entries_of": entries_of}
-        self.names |= {"meet": artifact._meet, "met": builder_versions, "seen": seen, "unwritten": unwritten}
+        self.names |= {"meet": artifact._meet, "kept": kept, "kept_of": kept_of}
         known: dict[int, str] = {}
         wrong: list[str] = []
         reads: list[str] = []
@@ -514,10 +514,11 @@ class _Lines:
         declared, at = spec.declared_facts.get(name, UNKNOWN), place[name]
         self.names[f"f{at}"], known = declared, f"f{at}"
         whole = declared.proven and declared.masked is not None
+        reads += [f"i{at} = kept.get(id(t{at}))"]
         if spec.origin == "builder" and declared != UNKNOWN:
-            reads += [f"cached = met.get(id(t{at}))"]
-            reads += [f"if cached is None or cached[0]() is not t{at} or cached[1] != t{at}._version:"]
-            reads += [f"    if not unwritten(t{at}):", "        return None"]
+            reads += [f"if i{at} is None or i{at}() is not t{at} or i{at}.first != t{at}._version:"]
+            reads += [f"    i{at} = kept_of(t{at})"]
+            reads += [f"    if i{at}.first is not None and i{at}.first != t{at}._version:", "        return None"]
             if whole:
                 return known
         elif declared.sorted or declared.unique or declared.unique_with:
@@ -526,8 +527,8 @@ class _Lines:
             reads += [f"k{at} = verified({name!r}, f{at}, {{{', '.join(f'{n!r}: t{place[n]}' for n in together)}}})"]
             known = f"k{at}"
             key.append(known)
-        reads += [f"i{at} = seen.get(id(t{at}))"]
-        reads += [f"if i{at} is None or i{at}.version != t{at}._version or i{at}.ref() is not t{at}:"]
+        # Inference tensors have no version.
+        reads += [f"if i{at} is None or i{at}() is not t{at} or i{at}.version < 0 or i{at}.version != t{at}._version:"]
         reads += [f"    i{at} = entries_of(t{at})"]
         self.read.add(at)
         if whole:

@@ -91,7 +91,7 @@ def _tangent(
     """Return the output's tangent: the statement is linear in each occurrence of a factor."""
     statement, layout = call.spec.statement, call.spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
-    sizes = dict(zip(layout.indices, call.indices, strict=True))
+    sizes = dict(zip(layout.indices, call.extents.indices, strict=True))
     total, read = initial_tangent, list[Tensor]()
     if result is not None and not call.spec.adds:
         count, of_initial = attaining(call, tensors, initial, result, apply)
@@ -106,10 +106,11 @@ def _tangent(
         for changed in derivative.statements:
             inner = layout_of(changed)
             spec = call.spec.with_statement(changed, drop_outside=call.spec.drop_outside)
-            extents = Extents(tuple(sizes[x] for x in inner.indices), call.output)
+            extents = Extents(tuple(sizes[x] for x in inner.indices), call.extents.output)
             total = apply(spec, [named[x] for x in inner.tensors], total, extents)
     if total is None:
-        total = torch.zeros(call.output, dtype=value_dtype(call.spec, tensors, initial), device=tensors[0].device)
+        shape, dtype = call.extents.output, value_dtype(call.spec, tensors, initial)
+        total = torch.zeros(shape, dtype=dtype, device=tensors[0].device)
     return total
 
 
@@ -124,7 +125,7 @@ class _Call(Call):
     plain: bool = False
 
     def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
-        spec, extents = self.spec, Extents(self.indices, self.output)
+        spec, extents = self.spec, self.extents
         if not self.plain and inlines(spec, (*tensors, initial)):
             result = inline(spec, tensors, initial, extents)
         else:
@@ -174,7 +175,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, initial: Tensor | None, *tensors: Tensor) -> Tensor:
         run = _registered if is_traced(*tensors, initial) else run_spec
-        return run(call.spec, tensors, initial, Extents(call.indices, call.output))
+        return run(call.spec, tensors, initial, call.extents)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -201,12 +202,12 @@ class _Transformed(torch.autograd.Function):
         call, initial, *tensors = args
         extents = Extents(call.indices, call.output)
         given = list(zip(tensors, in_dims[2:], strict=True))
-        return batched(call.spec, extents, info.batch_size, given, (initial, in_dims[1])), 0
+        return batched(call.spec, call.extents, info.batch_size, given, (initial, in_dims[1])), 0
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, tensors, initial, indices, shape = inputs
-    ctx.call = Call(Spec.from_json(spec), tuple(indices), tuple(shape))
+    ctx.call = Call(Spec.from_json(spec), Extents(tuple(indices), tuple(shape)))
     ctx.count = len(tensors)
     keep = None if ctx.call.spec.adds else output
     ctx.save_for_backward(initial, keep, *tensors)
@@ -219,7 +220,7 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         needs = list(ctx.needs_input_grad[1])
     found, initial_gradient = _gradients(ctx.call, tensors, None, initial, result, needs, grad, apply)
     # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
-    lists = [None if integers else [] for integers in (ctx.call.indices, ctx.call.output)]
+    lists = [None if integers else [] for integers in ctx.call.extents]
     return None, found, None if initial is None else initial_gradient, *lists
 
 
@@ -272,15 +273,15 @@ def apply(
     if spec.apart is not None and (may_learn or is_transformed() or _learned((*tensors, initial))):
         return _apart(spec, tensors, initial, extents)
     if is_transformed() and not torch.compiler.is_compiling():
-        return _Transformed.apply(_Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
+        return _Transformed.apply(_Call(spec, extents), initial, *tensors)  # type: ignore[no-any-return]
     if inlined:
         if not _learned((*tensors, initial)):
             return inline(spec, tensors, initial, extents)
-        return Recorded.apply(_Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
+        return Recorded.apply(_Call(spec, extents), initial, *tensors)  # type: ignore[no-any-return]
     if traced:
         return _registered(spec, tensors, initial, extents)
     if _learned((*tensors, initial)):
-        return Recorded.apply(_Call(spec, *extents, plain=plain), initial, *tensors)  # type: ignore[no-any-return]
+        return Recorded.apply(_Call(spec, extents, plain), initial, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, initial, extents)
 
 
@@ -288,7 +289,7 @@ def apply_recorded(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None
     """`apply` where autograd records a call on plain tensors, none lazily negated, and nothing else follows it."""
     if spec.finishes or spec.apart is not None:
         return apply(spec, tensors, initial, extents, plain=True)
-    return record(_Call(spec, *extents, plain=True), initial, *tensors)  # type: ignore[no-any-return]
+    return record(_Call(spec, extents, True), initial, *tensors)  # type: ignore[no-any-return]
 
 
 def _learned(tensors: Sequence[Tensor | None]) -> bool:
@@ -328,7 +329,7 @@ def _finished(
         name = spec.epilogue.activation
         kept = not spec.adds
         if not kept and (name is None or ACTIVATIONS[name] is not None):
-            return Recorded.apply(_Call(spec, *extents), initial, *tensors)  # type: ignore[no-any-return]
+            return Recorded.apply(_Call(spec, extents), initial, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, initial, extents), value_dtype(spec, tensors, initial))
 
 

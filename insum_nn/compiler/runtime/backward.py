@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import Derivative, counting, derivatives
 from insum_nn.compiler.runtime.dispatch import Spec, run_plain
 from insum_nn.compiler.runtime.statement_graph import RunStatement, StatementGraph, Step
@@ -30,13 +31,11 @@ class Call:
 
     Attributes:
         spec: the program.
-        indices: extents, in the layout's order.
-        output: the output's shape.
+        extents: the sizes.
     """
 
     spec: Spec
-    indices: tuple[int, ...]
-    output: tuple[int, ...]
+    extents: Extents
 
 
 @lru_cache(maxsize=2048)
@@ -110,7 +109,7 @@ def attaining(
     one = 2**-10 if result.dtype == torch.float16 else 1
     # Index tensors stay the objects of which their order is remembered.
     pool = [t.detach() if t is not None and t.requires_grad else t for t in (*tensors, None, result)]
-    (count,) = _counting(call.spec, one).run(pool, (call.indices,), (call.output,), run)
+    (count,) = _counting(call.spec, one).run(pool, (call.extents.indices,), (call.extents.output,), run)
     if is_widened(count.dtype):
         count = count.to(torch.float32) / one
     if initial is None:
@@ -155,6 +154,7 @@ def gradients(
     for at in positions:
         tensor = tensors[at]
         outputs.append(shapes[at] if tensor is None else tensor.shape)  # type: ignore[index]
-    for at, made in zip(positions, graph.run((*tensors, grad, extremum), (call.indices,), outputs, run), strict=True):
+    pool, sizes = (*tensors, grad, extremum), (call.extents.indices,)
+    for at, made in zip(positions, graph.run(pool, sizes, outputs, run), strict=True):
         found[at] = made
     return found

@@ -17,7 +17,7 @@ from insum_nn.compiler.codegen.c import NotInC
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.ir.canonical import canonical, canonical_tables, named_as
 from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents, known_in_c
-from insum_nn.compiler.kernels.c_structures import clear_entries
+from insum_nn.compiler.kernels.c_structures import clear_orders
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.compiler.lang.bind import Bound, Extents
@@ -165,7 +165,7 @@ def clear_cache() -> None:
             keeper.clear()
         _hits = _misses = 0
     clear_partitions()
-    clear_entries()
+    clear_orders()
 
 
 def executable(

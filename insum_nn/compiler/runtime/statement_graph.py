@@ -71,10 +71,10 @@ class StatementGraph:
         sizes: list[Sizes] = []
         for step in self._steps:
             sizes.append(tuple(map(extents[step.source].__getitem__, step.indices)))
-        if run is run_plain and len(sizes) > 1 and self._read:
+        if run is run_plain and self._read:
             given: list[Any] = list(map(pool.__getitem__, self._read))
             # Whether one kernel of several statements is faster depends on sizes: operators say where it is made.
-            if given[0].is_cpu and not (artifact := self._artifact(given)).generated:
+            if given[0].is_cpu and (artifact := self._artifact(given)) is not None and not artifact.generated:
                 found = artifact.run(given, sizes, shapes, None)
                 if found is not None:
                     return found
@@ -90,10 +90,15 @@ class StatementGraph:
             sharing.made = outer
         return tensors[: -1 - len(shapes) : -1]
 
-    def _artifact(self, given: Sequence[Tensor]) -> Artifact:
+    def _artifact(self, given: Sequence[Tensor]) -> Artifact | None:
         kind = tuple(map(dtype_of, given))
         found = self._artifacts.get(kind)
-        if found is None:
+        if found is None and len(self._steps) == 1:
+            # What runs one statement alone is that of its own calls.
+            found = self._steps[0].spec.calls.get((False, *kind))
+            if found is not None:
+                self._artifacts[kind] = found
+        elif found is None:
             slot = {place: n for n, place in enumerate(self._read)}
             places = [tuple(slot.get(at, at) for at in step.places) for step in self._steps]
             specs, outputs = [step.spec for step in self._steps], [step.output for step in self._steps]

@@ -62,6 +62,8 @@ def needed_gradients(ctx: Any, first: int, operands: int, where: Hashable, *, be
     # What is recorded must not depend on the passes before.
     traced = torch._C._len_torch_dispatch_stack() > 0
     found: list[bool] = []
+    # A pass comes here for some gradient.
+    alone = sum(ctx.needs_input_grad) == 1
     # In one loop, without a function for each: every backward pass runs it.
     for place, (node, _) in enumerate(ctx.next_functions[before : before + operands]):
         if node is None:
@@ -73,12 +75,12 @@ def needed_gradients(ctx: Any, first: int, operands: int, where: Hashable, *, be
                 found.append(False)
                 continue
             # In most programs no leaf is ever named.
-            if _by_name and not traced and (left := _by_name.get((where, place), 0)):
+            if not alone and _by_name and not traced and (left := _by_name.get((where, place), 0)):
                 _by_name[where, place] = left - 1
                 found.append(True)
                 continue
         try:
-            found.append(torch._C._will_engine_execute_node(node))
+            found.append(alone or torch._C._will_engine_execute_node(node))
         except RuntimeError:
             # A leaf that is named in the call; or a call outside of torch's engine.
             if leaf:
