@@ -39,7 +39,6 @@ from insum_nn.locks import cached_property
 __all__ = [
     "Spec",
     "broadcast",
-    "call_kind",
     "dtype_of",
     "parse_cached",
     "prepare",
@@ -49,6 +48,7 @@ __all__ = [
 ]
 
 Key = tuple[object, ...]
+# What tells the printed calls of a program apart: whether tensors are on a GPU, and their dtypes.
 CallKind = tuple[bool | torch.dtype, ...]
 dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
@@ -256,11 +256,6 @@ def _checked_facts(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> F
 _EMPTY = IndexFacts(masked=True, proven=True)
 
 
-def call_kind(tensors: Sequence[Tensor]) -> CallKind:
-    """What tells the printed calls of a program apart (`Spec.calls`)."""
-    return (tensors[0].is_cuda, *map(dtype_of, tensors))
-
-
 def broadcast(initial: Tensor | None, extents: Extents) -> Tensor | None:
     """The initial value in the output's shape, without a copy."""
     # Symbolic extents are not compared where the ranks differ already.
@@ -278,7 +273,6 @@ def run_plain(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, ext
         initial: the initial value, which may be of the output's last axes alone.
         extents: the call's sizes.
     """
-    # `call_kind`, written out: every backward pass comes here several times.
     printed = spec.calls.get((tensors[0].is_cuda, *map(dtype_of, tensors))) if spec.calls else None
     made = None if printed is None else printed.run(tensors, (extents.indices,), (extents.output,), initial)
     return _looked_at(spec, tensors, initial, extents, printed) if made is None else made[0]
@@ -305,7 +299,8 @@ def _looked_at(
         check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
         return _without_terms(spec, tensors, initial, extents)
     if printed is None and tensors:
-        printed = spec.calls[call_kind(tensors)] = Artifact([spec], [tuple(range(len(tensors)))], [0], tensors)
+        printed = Artifact([spec], [tuple(range(len(tensors)))], [0], tensors)
+        spec.calls[(tensors[0].is_cuda, *map(dtype_of, tensors))] = printed
         made = printed.run(tensors, (extents.indices,), (extents.output,), initial)
         if made is not None:
             return made[0]

@@ -166,7 +166,6 @@ class Program:
             shape = self._out_shape if out_shape is None else out_shape
             followed = followed_by(ordered, initial)
             if followed is None:
-                # `call_kind`, written out: every call comes here.
                 kind = (ordered[0].is_cuda, *map(dtype_of, ordered)) if spec.calls else ()
                 printed = spec.calls.get(kind)
                 result = printed.call(ordered, initial, merged, shape) if printed else None
@@ -215,9 +214,7 @@ class Program:
         tensor([20., 30.])
         """
         calls = self._spec.calls
-        # `call_kind`, written out: a layer calls several of these.
-        kind = (ordered[0].is_cuda, *map(dtype_of, ordered))
-        printed = calls.get(kind) if calls and watch.calls is None else None
+        printed = calls.get((ordered[0].is_cuda, *map(dtype_of, ordered))) if calls and watch.calls is None else None
         result = None if printed is None else printed.call(ordered, initial, self._sizes, out_shape)
         if result is not None:
             return result

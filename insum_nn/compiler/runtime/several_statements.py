@@ -203,7 +203,6 @@ def _run(
     """Run the steps of a plan, by a program, or by the operator that tracers see; `seen` has what calls showed."""
     expression, inputs, starts, written, results, casts, steps, axes = plan
     found = {name: tensor for name, tensor in found.items() if tensor is not None}  # pyright: ignore[reportUnnecessaryComparison]
-    check_names(expression, inputs, starts, found)
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InsumDtypeError(
@@ -212,21 +211,27 @@ def _run(
                 fix="pass numbers as 0-d tensors.",
                 tensor=name,
             )
-    device = next((tensor.device for tensor in found.values()), None)
-    if device is not None and not casts and under_autocast(device):
+    autocast = not casts and (program is None or torch._C._is_any_autocast_enabled())
+    device = next((tensor.device for tensor in found.values()), None) if autocast else None
+    if device is not None and under_autocast(device):
         with torch.autocast(device.type, enabled=False):
             return _run(plan, program, found, sizes, declared, seen)
-    floats = dict.fromkeys(t.dtype for t in found.values() if t.is_floating_point())
+    floats = dict.fromkeys([t.dtype for t in found.values() if t.is_floating_point()])
     # Statements refuse factors of several dtypes.
     widened = [dtype for dtype in floats if is_widened(dtype)] if len(floats) == 1 else []
     if widened:
         found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
     shapes: dict[str, Sequence[int | None]] = {**declared, **{name: tensor.shape for name, tensor in found.items()}}
     symbolic = program is None or torch._C._is_tracing()
-    symbolic = symbolic or any(isinstance(e, torch.SymInt) for shape in shapes.values() for e in shape)
-    key = (*shapes.items(), *sizes.items())
-    inferred = None if symbolic else seen.get(key)
+    key, inferred = (*shapes.items(), *sizes.items()), None
+    try:
+        inferred = None if symbolic else seen.get(key)
+    except TypeError:
+        # Symbolic sizes have no hash.
+        symbolic = True
     if inferred is None:
+        # Other calls have the names of one that was checked.
+        check_names(expression, inputs, starts, found)
         known, extents = _inferred(expression, axes, written, shapes, sizes)
         graph = None if program is None or symbolic else program._graph
         inferred = known, extents, None if graph is None else graph.call_at(axes, known, extents)
