@@ -200,7 +200,6 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         call, initial, *tensors = args
-        extents = Extents(call.indices, call.output)
         given = list(zip(tensors, in_dims[2:], strict=True))
         return batched(call.spec, call.extents, info.batch_size, given, (initial, in_dims[1])), 0
 
