@@ -15,7 +15,7 @@ from torch.nn import functional
 from benchmarks.registry import Floor, Problem, Setting, Unavailable, Work, case
 from insum_nn.formats import GroupSize
 from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
+from insum_nn.layers.pruned.pruned_conv import PrunedConv2d
 from insum_nn.structure.pruning import filter_mask
 
 __all__ = ["block_linear", "cpu_block_linear", "pruned_conv2d"]
@@ -139,7 +139,7 @@ def _block_linear(setting: Setting, block: int, density: float, dtype: torch.dty
 
 @case(
     "pruned_conv2d",
-    tests=("tests/layers/pruned/test_pruned_conv2d.py",),
+    tests=("tests/layers/pruned/test_pruned_conv.py",),
     channels=(64, 256),
     pattern=("MCRS", "MC"),
     density=(0.01, 0.05, 0.2),

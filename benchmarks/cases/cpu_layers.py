@@ -29,7 +29,7 @@ SHARES = (0.02, 0.04, 0.09, 0.2)
 
 case(
     "cpu_pruned_conv2d",
-    tests=("tests/layers/pruned/test_pruned_conv2d.py",),
+    tests=("tests/layers/pruned/test_pruned_conv.py",),
     devices=("cpu",),
     channels=(64,),
     pattern=("MCRS",),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -41,6 +43,7 @@ __all__ = [
     "ranks_in_runs",
     "run_starts",
     "scatter_rows",
+    "smtx_entries",
     "sort_by_key",
     "sum_rows",
     "torch_entries",
@@ -340,3 +343,26 @@ def uncompressed(tensor: Tensor) -> tuple[Tensor, Tensor]:
     owner = torch.arange(pointers.shape[0] - 1, dtype=plain.dtype, device=plain.device)
     owner = owner.repeat_interleave(pointers.diff(), output_size=plain.shape[0])
     return (owner, plain) if by_row else (plain, owner)
+
+
+def smtx_entries(path: str | PathLike[str]) -> tuple[tuple[int, int], tuple[Tensor, Tensor]]:
+    """Return shape, rows and columns of a file of three lines; see `COO.from_smtx`."""
+    lines = [line.replace(",", " ").split() for line in Path(path).read_text(errors="replace").splitlines()]
+    try:
+        # A matrix without entries may end after the second line.
+        numbers = [torch.tensor([int(word) for word in line], dtype=torch.int64) for line in [*lines, [], [], []][:3]]
+        size, starts, col = numbers
+        rows, cols, entries = size.tolist()
+    except (ValueError, RuntimeError):
+        fault = "its lines are not three numbers, offsets and columns, all of them integers"
+    else:
+        count = starts.diff()
+        if any(lines[3:]) or min(rows, cols, entries) < 0:
+            fault = "it has more than three lines, or negative sizes"
+        elif starts.shape[0] != rows + 1 or [*starts[[0, -1]]] != [0, entries] or bool((count < 0).any()):
+            fault = f"its second line is not {rows + 1} ascending offsets from 0 to {entries}"
+        elif col.shape[0] != entries or bool(((col < 0) | (col >= cols)).any()):
+            fault = f"its third line is not {entries} columns from 0 to {cols - 1}"
+        else:
+            return (rows, cols), (torch.arange(rows).repeat_interleave(count), col)
+    raise InsumFormatError(f"'{path}' is no .smtx file: {fault}", fix="fetch or write the file again.")

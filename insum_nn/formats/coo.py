@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, ClassVar, Self
 
 import torch
@@ -160,6 +161,26 @@ class COO(SparseFormat):
         """
         shape, indices, values = scipy_tensors(matrix, device)
         return cls.from_coo(indices, values, shape, index_dtype=index_dtype)
+
+    @classmethod
+    def from_smtx(cls, path: str | PathLike[str], *, index_dtype: torch.dtype | None = None) -> Self:
+        """Read a pattern in the text format of the Deep Learning Matrix Collection; each of its entries is 1.
+
+        The first line says `rows, columns, entries`, the second holds where the entries of each row begin and where the
+        last ones end, the third the column of each entry.
+
+        Args:
+            path: A `.smtx` file.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+
+        Returns:
+            A coalesced COO on the CPU, in float32. As a mask: `COO.from_smtx(path).to_dense() != 0`.
+
+        Raises:
+            InsumFormatError: the file is not of this format, or damaged.
+        """
+        shape, indices = convert.smtx_entries(path)
+        return cls.from_coo(indices, torch.ones(indices[0].shape[0]), shape, index_dtype=index_dtype)
 
     @classmethod
     def _build(

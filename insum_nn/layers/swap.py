@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -17,8 +17,8 @@ from torch.nn.utils.prune import BasePruningMethod
 from insum_nn.compiler.api import table
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumDtypeError, InsumError, InsumFormatError, InsumNameError
-from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
+from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear, SparseLinear
+from insum_nn.layers.pruned.pruned_conv import PrunedConv, PrunedConv1d, PrunedConv2d, PrunedConv3d
 from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible
 
 __all__ = ["SwapReport", "SwapRow", "swap"]
@@ -89,6 +89,14 @@ _STORAGE = replace(DEFAULT, accumulate="storage")
 
 Pruning = float | Tensor | Mapping[str, Any]
 
+# Dense layers -> what makes a pruned one of them.
+_PRUNED: dict[type, Callable[..., BlockSparseLinear | PrunedConv[Any]]] = {
+    nn.Linear: BlockSparseLinear.from_linear,
+    nn.Conv1d: PrunedConv1d.from_conv1d,
+    nn.Conv2d: PrunedConv2d.from_conv2d,
+    nn.Conv3d: PrunedConv3d.from_conv3d,
+}
+
 
 def swap(
     model: nn.Module,
@@ -113,9 +121,10 @@ def swap(
         dry_run: change nothing; the report says what would be done.
         include: patterns (`"encoder.*"`) of the names of layers to consider; default all.
         exclude: patterns of names to leave alone.
-        block_sparse: pattern -> what to keep of the `Linear` and `Conv2d` layers whose names fit: a density, a mask,
-            or the keyword arguments of `BlockSparseLinear.from_linear` or `PrunedConv2d.from_conv2d`. The first
-            pattern that fits a name counts.
+        block_sparse: pattern -> what to keep of the `Linear`, `Conv1d`, `Conv2d` and `Conv3d` layers whose names fit: a
+            density, a mask, or the keyword arguments of `BlockSparseLinear.from_linear` (those of `SparseLinear` with
+            `block_shape=1`) or of `PrunedConv2d.from_conv2d`; none, `{}`, for what is not zero, or what a mask of
+            `torch.nn.utils.prune` keeps. The first pattern that fits a name counts.
         options: compile options of the new layers, the deterministic switch among them.
 
     A layer that cannot be replaced is left alone, and its row says why: what is parametrized, pruned or has hooks would
@@ -242,7 +251,7 @@ class _Swap:
         reason = self.skipped(name)
         if not supported:
             return None
-        reason = reason or _attached(module)
+        reason = reason or _attached(module, masks=pruning is None)
         if reason is None and pruning is not None:
             reason = self.why_not_prune(module, parent)
         if reason is None:
@@ -286,7 +295,10 @@ class _Swap:
                 kind += "; between a gather and a scatter, write TensorProductConv(product) for all three"
             return new, kind
         arguments = _arguments(pruning)
-        build = BlockSparseLinear.from_linear if isinstance(module, nn.Linear) else PrunedConv2d.from_conv2d
+        build = _PRUNED[type(module)]
+        if isinstance(module, nn.Linear) and arguments.get("block_shape") in (1, (1, 1)):
+            build = SparseLinear.from_linear
+            del arguments["block_shape"]
         _check_keys(arguments, list(signature(build).parameters)[1:], name, module)
         try:
             layer = build(cast(Any, module), **arguments)
@@ -298,7 +310,7 @@ class _Swap:
                 layer=name,
             ) from error
         total, what = layer.mask.numel(), "weights"
-        if isinstance(layer, BlockSparseLinear):
+        if type(layer) is BlockSparseLinear:
             what = "blocks" if layer.num_stored < total else "blocks: nothing is saved"
         return layer, f"{type(layer).__name__}, {layer.num_stored} of {total} {what}"
 
@@ -317,7 +329,7 @@ class _Swap:
         return None
 
     def pruning_of(self, kind: type, name: str) -> Pruning | None:
-        if kind not in (nn.Linear, nn.Conv2d):
+        if kind not in _PRUNED:
             return None
         fitting = [pattern for pattern in self.block_sparse if fnmatchcase(name, pattern)]
         self.fitted.update(fitting)
@@ -326,12 +338,13 @@ class _Swap:
     def why_not(self, module: nn.Module, parent: nn.Module | None, part: bool) -> str | None:
         """Why a module that was not swapped is worth a line, or `None`."""
         path = _path_of(_class_of(module))
-        if type(module) in (nn.Linear, nn.Conv2d):
-            return "dense; name it in block_sparse= to prune it"
+        if type(module) in _PRUNED:
+            kept = "masked" if hasattr(module, "weight_mask") else "dense"
+            return f"{kept}; name it in block_sparse= to prune it"
         if part or path.startswith("insum_nn.") or _is_container(module):
             return None
         for kind in _class_of(module).__mro__[1:]:
-            if kind in (nn.Linear, nn.Conv2d) or _path_of(kind) in CONVERTERS:
+            if kind in _PRUNED or _path_of(kind) in CONVERTERS:
                 return f"a subclass of {kind.__name__}, whose behaviour may differ"
         if isinstance(module, torch.jit.ScriptModule):
             return "compiled by TorchScript"
@@ -342,25 +355,26 @@ class _Swap:
     def why_not_prune(self, module: nn.Module, parent: nn.Module | None) -> str | None:
         if isinstance(parent, nn.TransformerEncoderLayer):
             return "TransformerEncoderLayer reads its weight itself"
-        if not isinstance(module.weight, nn.Parameter):
+        weight = getattr(module, "weight_orig", module.weight)
+        if not isinstance(weight, nn.Parameter):
             return "its weight is not a parameter"
-        names = self.owners[id(module.weight)]
+        names = self.owners[id(weight)]
         return f"its weight is shared: {', '.join(names)}" if len(names) > 1 else None
 
     def check_patterns(self) -> None:
         asked = [*(self.include or ()), *self.exclude, *self.block_sparse]
         for pattern in asked:
             if pattern not in self.fitted:
-                kind = "Linear or Conv2d layer" if pattern in self.block_sparse else "layer"
+                kind = "Linear or convolution layer" if pattern in self.block_sparse else "layer"
                 known = [f"'{row.name}'" for row in self.rows if row.name]
                 details = [f"layers: {', '.join(known) or 'none'}"]
                 for name, module in self.model.named_modules():
                     if not fnmatchcase(name, pattern):
                         continue
-                    if isinstance(module, (BlockSparseLinear, PrunedConv2d)):
+                    if isinstance(module, (BlockSparseLinear, PrunedConv)):
                         details.append(f"'{name}' is a {type(module).__name__} already; its prune() keeps less")
                     # Such as the output projection of torch's attention, which calls no forward of it.
-                    elif isinstance(module, (nn.Linear, nn.Conv2d)):
+                    elif isinstance(module, tuple(_PRUNED)):
                         details.append(f"'{name}' is of a subclass, {type(module).__name__}, and cannot be replaced")
                 raise InsumNameError(
                     f"swap: the pattern '{pattern}' fits no {kind}",
@@ -409,8 +423,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _REMOVED_BY = {"WeightNorm": "torch.nn.utils.remove_weight_norm", "SpectralNorm": "torch.nn.utils.remove_spectral_norm"}
 
 
-def _attached(module: nn.Module) -> str | None:
-    """Return which hook or parametrization of a layer would be lost with it, and how to remove it."""
+def _attached(module: nn.Module, *, masks: bool) -> str | None:
+    """Return which hook or parametrization of a layer, its `masks` included, would be lost, and how to remove it."""
     if is_parametrized(module):
         names = ", ".join(repr(name) for name in cast(nn.ModuleDict, module.parametrizations))
         return f"it is parametrized; torch.nn.utils.parametrize.remove_parametrizations(layer, {names}) ends that"
@@ -423,6 +437,8 @@ def _attached(module: nn.Module) -> str | None:
                 # A method of its own, such as the one that makes the weights of a lazy layer.
                 continue
             if isinstance(hook, BasePruningMethod):
+                if not masks and part is module:
+                    continue
                 call = f"torch.nn.utils.prune.remove({layer}, {hook._tensor_name!r})"
                 return f"{it} is pruned; {call} makes that permanent"
             call = _REMOVED_BY.get(type(hook).__name__)

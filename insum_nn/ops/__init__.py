@@ -16,13 +16,15 @@ from insum_nn.ops.elementwise import (
     scale_rows,
 )
 from insum_nn.ops.mttkrp import mttkrp, mttkrp_expression
-from insum_nn.ops.pruned_conv import pruned_conv2d, pruned_conv2d_expression
+from insum_nn.ops.pruned_conv import pruned_conv, pruned_conv_expression
 from insum_nn.ops.sddmm import sddmm, sddmm_expression
 from insum_nn.ops.sparse_conv import sparse_conv, sparse_conv_expression
 from insum_nn.ops.sparse_pool import sparse_avg_pool, sparse_max_pool
 from insum_nn.ops.spmm import spmm, spmm_expression, spmm_program
 from insum_nn.ops.tensor_product import tensor_product
 from insum_nn.ops.ttm import ttm, ttm_expression
+
+pruned_conv2d, pruned_conv2d_expression = pruned_conv, pruned_conv_expression
 
 __all__ = [
     "add",
@@ -35,8 +37,10 @@ __all__ = [
     "multiply",
     "multiply_expression",
     "neighbour_softmax",
+    "pruned_conv",
     "pruned_conv2d",
     "pruned_conv2d_expression",
+    "pruned_conv_expression",
     "register",
     "same_structure",
     "scale",

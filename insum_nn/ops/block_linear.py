@@ -142,7 +142,7 @@ def block_linear_stored(
 
     Args:
         input: as for `block_linear`.
-        weight: `W`, (p, a, b); differentiable.
+        weight: `W`, (p, a, b), or (p,) for blocks of a single number; differentiable.
         index: `Row` and `Col`, and `Slot` for groups. The caller guarantees `BLOCK_LINEAR_FACTS`: nothing is read.
         shape: (m, k).
         bias: as for `block_linear`.
@@ -153,7 +153,8 @@ def block_linear_stored(
         in a feature that some block reads then reaches every result.
     """
     form = "slots" if "Slot" in index else "BlockCOO"
-    return _apply(input, weight, index, form, BLOCK_LINEAR_FACTS[form], shape, bias, options, stored=form == "BlockCOO")
+    stored = form == "BlockCOO" and weight.ndim > 1
+    return _apply(input, weight, index, form, BLOCK_LINEAR_FACTS[form], shape, bias, options, stored=stored)
 
 
 def _apply(
@@ -170,7 +171,8 @@ def _apply(
 ) -> Tensor:
     """Check a call, and run the statement of a form; `stored`: a layer's single blocks, which another reads too."""
     _check(input, weight, shape, bias)
-    (m, k), (a, b) = shape, static_shape(weight)[-2:]
+    m, k = shape
+    a, b = (1, 1) if weight.ndim == 1 else static_shape(weight)[-2:]
     grid = rows, cols = -(-m // a), -(-k // b)
     x, columns = _samples(input, k, cols * b), False
     if stored:
@@ -188,7 +190,7 @@ def _apply(
         result = BlockColumns(index["Row"], index["Col"], grid, options)(x, weight, initial)
     else:
         named = {"W": weight, "X": x if single else x.reshape(x.shape[0], cols, b), **index}
-        if single:
+        if single and weight.ndim > 1:
             named["W"] = weight.squeeze(-1).squeeze(-1)
         if initial is not None:
             named["Y"] = initial if single else initial.reshape(rows, a)
@@ -261,13 +263,14 @@ def block_linear_statements(
 
     Args:
         form: of `BLOCK_LINEAR`.
-        weight: `W`, (p, a, b).
+        weight: `W`, (p, a, b), or (p,).
         shape: (m, k).
         options: compile options.
     """
-    grid = -(-shape[0] // weight.shape[1]), -(-shape[1] // weight.shape[2])
-    many = form == "BlockCOO" and many_by_columns(weight, grid, options)
-    return (_expression(form, single=weight.shape[1:] == (1, 1)), *((TRANSPOSED, COLUMNS["Y"]) if many else ()))
+    a, b = weight.shape[1:] or (1, 1)
+    grid = -(-shape[0] // a), -(-shape[1] // b)
+    many = form == "BlockCOO" and weight.ndim > 1 and many_by_columns(weight, grid, options)
+    return (_expression(form, single=a == b == 1), *((TRANSPOSED, COLUMNS["Y"]) if many else ()))
 
 
 @dataclass(frozen=True, slots=True)

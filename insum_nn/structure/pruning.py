@@ -29,7 +29,7 @@ __all__ = [
     "touched_blocks",
 ]
 
-FILTER_AXES = "MCRS"
+FILTER_AXES = "MCRST"
 
 
 def kept_count(density: object, total: int) -> int:
@@ -144,26 +144,26 @@ def random_mask(
     return mask.reshape(tuple(shape)).to(device)
 
 
-def filter_mask(weight: Tensor, density: float, pattern: str = FILTER_AXES) -> Tensor:
+def filter_mask(weight: Tensor, density: float, pattern: str | None = None) -> Tensor:
     """Keep the parts of a convolution's filters with the largest norms, whole parts at a time.
 
     A pattern names the axes along which the mask varies; along the others it is constant. `"M"` keeps or drops whole
     filters, `"C"` whole input channels, `"MC"` whole kernels (a filter's plane for one channel), `"RS"` the same
     kernel positions in every filter, `"MRS"` positions by filter, `"CRS"` by channel, and `"MCRS"`, in any order
-    (`"RSMC"`), single weights.
+    (`"RSMC"`), single weights. Kernels of one dimension have no S, those of three have T too.
 
     Source: Won, Hong, Mendis, Emer, Amarasinghe, Unified Convolution Framework (MLSys 2023), section 6.2.
 
     Args:
-        weight: (M, C, R, S): filters, channels of a group, kernel rows and columns.
+        weight: (M, C, R, S): filters, channels of a group, kernel rows and columns; or (M, C, R), or (M, C, R, S, T).
         density: share of the parts to keep; the nearest number of parts, and at least one.
-        pattern: letters of M, C, R, S.
+        pattern: letters of M, C, R, S, T; default all.
 
     Returns:
         The shape of `weight`, bool.
 
     Raises:
-        InsumShapeError: `weight` has not four dimensions.
+        InsumShapeError: `weight` has not three to five dimensions.
         InsumFormatError: the density is not in (0, 1], or the pattern holds other letters.
 
     >>> weight = torch.tensor([[1.0, 2.0], [0.5, 3.0]]).reshape(2, 2, 1, 1).expand(2, 2, 3, 3)
@@ -172,19 +172,21 @@ def filter_mask(weight: Tensor, density: float, pattern: str = FILTER_AXES) -> T
     >>> filter_mask(weight, 0.5, "MC")[:, :, 0, 0].tolist()
     [[False, True], [False, True]]
     """
+    axes = FILTER_AXES[: max(3, weight.ndim)]
     faults = Faults("filter_mask")
-    message, fix = f"must have four dimensions, got {weight.ndim}", "pass the weight of a Conv2d."
-    faults.shape("weight", weight, tuple(FILTER_AXES), message=message, fix=fix)
+    message, fix = f"must have three to five dimensions, got {weight.ndim}", "pass the weight of a Conv1d to Conv3d."
+    faults.shape("weight", weight, tuple(axes), message=message, fix=fix)
     faults.raise_all()
-    if not pattern or len(set(pattern)) != len(pattern) or set(pattern) - set(FILTER_AXES):
+    pattern = axes if pattern is None else pattern
+    if not pattern or len(set(pattern)) != len(pattern) or set(pattern) - set(axes):
         raise InsumFormatError(
             f"filter_mask got the pattern {pattern!r}",
-            details=["expected some of the letters M, C, R and S, each once"],
+            details=[f"expected some of the letters {', '.join(axes[:-1])} and {axes[-1]}, each once"],
             fix="name the axes along which the mask varies, such as 'MC' for whole kernels.",
             argument="pattern",
             got=pattern,
         )
-    shared = [axis for axis, letter in enumerate(FILTER_AXES) if letter not in pattern]
+    shared = [axis for axis, letter in enumerate(axes) if letter not in pattern]
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     scores = weight.detach().to(wide).square()
     if shared:

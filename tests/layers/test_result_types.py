@@ -6,7 +6,7 @@ from typing import assert_type
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from insum_nn import layers
 from insum_nn.layers import SparseConvTensor, spconv
@@ -17,6 +17,11 @@ def test_of_tensors():
     assert isinstance(assert_type(layers.BlockSparseLinear(4, 4, density=0.5, block_shape=2)(x), Tensor), Tensor)
     image = torch.ones(1, 4, 5, 5)
     assert isinstance(assert_type(layers.PrunedConv2d(4, 4, 3, density=0.5)(image), Tensor), Tensor)
+    pruned = layers.PrunedConv3d.from_conv3d(nn.Conv3d(4, 4, 3), density=0.5)
+    assert isinstance(assert_type(pruned, layers.PrunedConv3d).weight, Tensor)
+    assert isinstance(assert_type(pruned.to_conv3d(), nn.Conv3d), nn.Conv3d)
+    linear = layers.SparseLinear.from_linear(nn.Linear(4, 4), density=0.5)
+    assert isinstance(assert_type(assert_type(linear, layers.SparseLinear)(x), Tensor), Tensor)
 
 
 def test_of_graphs():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError
 from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
-from insum_nn.layers.pruned.pruned_conv2d import PrunedConv2d
+from insum_nn.layers.pruned.pruned_conv import PrunedConv2d
 from insum_nn.layers.swap import swap
 from insum_nn.layers.swap_converters import CONVERTERS, NotConvertible, register_converter
 from insum_nn.layers.voxel import conv as kinds
@@ -176,7 +176,7 @@ def test_patterns_that_fit_nothing():
     with pytest.raises(InsumNameError) as caught:
         swap(model, block_sparse={"decoder.*": 0.5})
     assert str(caught.value) == (
-        "swap: the pattern 'decoder.*' fits no Linear or Conv2d layer\n"
+        "swap: the pattern 'decoder.*' fits no Linear or convolution layer\n"
         "  layers: 'encoder.fc1', 'encoder.fc2', 'stem', 'head'\n"
         "  fix: write the layer's path in the model; '*' stands for any characters."
     )
@@ -227,7 +227,7 @@ def test_layers_that_cannot_be_replaced_are_left_with_a_reason():
             "embedding": nn.Embedding(8, 8),
             "transformer": nn.TransformerEncoderLayer(8, 2, 8),
             "odd": Odd(8, 8),
-            "pruned": torch.nn.utils.prune.random_unstructured(nn.Conv2d(8, 8, 3), "weight", 0.5),
+            "pruned": torch.nn.utils.prune.random_unstructured(Odd(8, 8), "weight", 0.5),
             "detached": nn.Linear(8, 8),
         }
     )
@@ -244,7 +244,7 @@ def test_layers_that_cannot_be_replaced_are_left_with_a_reason():
     assert reasons == {
         "hooked": "it has hooks; .remove() of the handle that registering one returned takes it away",
         "normed": "it is parametrized; torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') ends that",
-        "pruned": "it is pruned; torch.nn.utils.prune.remove(layer, 'weight') makes that permanent",
+        "pruned": "a subclass of Linear, whose behaviour may differ",
         "detached": "its weight is not a parameter",
         "old": "it is normalised; torch.nn.utils.remove_weight_norm(layer) makes that permanent",
         "tied": "its weight is shared: tied.weight, embedding.weight",
@@ -260,10 +260,35 @@ def test_layers_that_cannot_be_replaced_are_left_with_a_reason():
     # The calls that the rows name.
     handle.remove()
     torch.nn.utils.parametrize.remove_parametrizations(model["normed"], "weight")
-    torch.nn.utils.prune.remove(model["pruned"], "weight")
     torch.nn.utils.remove_weight_norm(model["old"])
     swapped = [row.name for row in swap(model, block_sparse={"*": 0.5}).swapped]
-    assert swapped == ["hooked", "normed", "pruned", "old"]
+    assert swapped == ["hooked", "normed", "old"]
+
+
+def test_masks_of_torch_s_pruning_are_taken_over():
+    kinds = {"line": nn.Conv1d(3, 4, 2), "image": nn.Conv2d(3, 4, 2), "volume": nn.Conv3d(3, 4, 2)}
+    kinds |= {"single": nn.Linear(8, 6), "blocks": nn.Linear(8, 6), "left": nn.Linear(8, 6), "hooked": nn.Linear(8, 6)}
+    model = nn.ModuleDict({**kinds, "dense": nn.Conv3d(3, 4, 2)}).double()
+    for layer in kinds.values():
+        torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
+    torch.nn.utils.prune.ln_structured(model["blocks"], "weight", 0.5, n=2, dim=0)
+    model["hooked"].register_forward_hook(lambda *_: None)
+    before = dict(model.items())
+    named: dict[str, dict[str, object]] = {name: {} for name in ("line", "image", "volume", "hooked")}
+    report = swap(model, block_sparse={**named, "single": {"block_shape": 1}, "blocks": {"block_shape": (1, 8)}})
+    assert {row.name: row.detail for row in report.rows} == {
+        "line": "PrunedConv1d, 12 of 24 weights",
+        "image": "PrunedConv2d, 24 of 48 weights",
+        "volume": "PrunedConv3d, 48 of 96 weights",
+        "single": "SparseLinear, 24 of 48 weights",
+        "blocks": "BlockSparseLinear, 3 of 6 blocks",
+        "left": "masked; name it in block_sparse= to prune it",
+        "hooked": "it has hooks; .remove() of the handle that registering one returned takes it away",
+        "dense": "dense; name it in block_sparse= to prune it",
+    }
+    for name, extents in {"line": (5,), "image": (5, 4), "volume": (5, 4, 3), "single": (), "blocks": ()}.items():
+        x = torch.randn(2, *((3, *extents) if extents else (8,)), dtype=torch.float64)
+        torch.testing.assert_close(model[name](x), before[name](x), msg=name)
 
 
 class Contraction(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 from insum_nn.errors import InsumError
 from insum_nn.formats import COO, BlockCOO, GroupCOO
 from insum_nn.ops import add, block_linear, mttkrp, multiply, scale, sddmm, spmm, tensor_product, ttm
-from insum_nn.ops.pruned_conv import pruned_conv2d
+from insum_nn.ops.pruned_conv import pruned_conv
 from insum_nn.ops.sparse_conv import check_features, sparse_conv
 from insum_nn.ops.tensor_product_spec import TensorProductSpec
 from insum_nn.structure.coordinates import Coordinates
@@ -71,7 +71,7 @@ def conv(
 def pruned(input: Tensor = IMAGES, bias: Tensor | None = None) -> Tensor:
     one = torch.zeros(1, 1, dtype=torch.int32)
     index = {"M": one[0], "Slot": one, "C": one, "R": one, "S": one}
-    return pruned_conv2d(input, torch.ones(1), index, (1, 1), (3, 2), bias)
+    return pruned_conv(input, torch.ones(1), index, (1, 1), (3, 2), bias)
 
 
 CASES: dict[str, Callable[[], object]] = {

@@ -1,10 +1,11 @@
-"""A linear layer whose weight is sparse by blocks."""
+"""Linear layers whose weight is sparse, by blocks or by single numbers."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, GroupSize
 from insum_nn.layers.extents import expand_pair, extent
 from insum_nn.layers.pruned.pruned_module import PrunedModule
+from insum_nn.layers.pruned.pruned_weight import dense_parameter
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR_FACTS,
     block_linear_statements,
@@ -22,7 +24,7 @@ from insum_nn.ops.block_linear import (
 )
 from insum_nn.structure.pruning import group_norms, magnitude_mask, touched_blocks
 
-__all__ = ["BlockSparseLinear"]
+__all__ = ["BlockSparseLinear", "SparseLinear"]
 
 
 class BlockSparseLinear(PrunedModule):
@@ -47,6 +49,8 @@ class BlockSparseLinear(PrunedModule):
     >>> layer(torch.randn(2, 7, 96)).shape, layer.weight.shape
     (torch.Size([2, 7, 64]), torch.Size([3, 32, 32]))
     """
+
+    _SINGLE: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -83,11 +87,12 @@ class BlockSparseLinear(PrunedModule):
             InsumFormatError: the density is not in (0, 1], `group_size` is below 1, or mask and density are given.
         """
         super().__init__(group_size, options)
-        self.in_features = extent("BlockSparseLinear", "in_features", in_features)
-        self.out_features = extent("BlockSparseLinear", "out_features", out_features)
-        self.block_shape = expand_pair("BlockSparseLinear", "block_shape", block_shape, 1)
-        outputs = self.out_features if bias else None
-        self._store(self._choose_mask(mask, density), self.block_shape, outputs, device, dtype)
+        owner = type(self).__name__
+        self.in_features = extent(owner, "in_features", in_features)
+        self.out_features = extent(owner, "out_features", out_features)
+        self.block_shape = expand_pair(owner, "block_shape", block_shape, 1)
+        cell, outputs = () if self._SINGLE else self.block_shape, self.out_features if bias else None
+        self._store(self._choose_mask(mask, density), cell, outputs, device, dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -138,39 +143,50 @@ class BlockSparseLinear(PrunedModule):
 
         Returns:
             A layer of the same dtype, device, training mode and `requires_grad`. Without mask and density: every
-            block that holds a nonzero, so that the outputs are those of `linear`.
+            block that holds a nonzero, or a weight that a mask of `torch.nn.utils.prune` keeps, so that the outputs are
+            those of `linear`.
+
+        Warns:
+            UserWarning: the blocks that an element-wise mask touches hold more than twice the weights that it keeps.
 
         >>> dense = nn.Linear(8, 8)
         >>> layer = BlockSparseLinear.from_linear(dense, density=0.25, block_shape=(4, 4))
         >>> layer.num_stored, layer.density
         (1, 0.25)
         """
-        weight = linear.weight.detach()
+        shape = expand_pair("BlockSparseLinear", "block_shape", block_shape, 1)
+        return cls._made(linear, shape, mask, density, block_shape=shape, group_size=group_size, options=options)
+
+    @classmethod
+    def _made(
+        cls, linear: nn.Linear, shape: tuple[int, int], mask: Tensor | None, density: float | None, **arguments: Any
+    ) -> Self:
+        weight, kept = dense_parameter(linear, "weight")
         if weight.dim() != 2:
             raise InsumShapeError(
                 f"from_linear takes a layer whose weight is a matrix, got {type(linear).__name__}",
                 details=[f"weight: {tuple(weight.shape)}"],
                 fix="pass an nn.Linear; a convolution is pruned by PrunedConv2d.from_conv2d.",
             )
-        shape = expand_pair("BlockSparseLinear", "block_shape", block_shape, 1)
         if mask is None and not weight.is_meta:
             if density is not None:
                 mask = magnitude_mask(group_norms(weight, shape), density)
             else:
-                mask = touched_blocks(weight != 0, shape)
+                mask = weight != 0 if kept is None else kept
             density = None
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,  # pyright: ignore[reportUnnecessaryComparison] - torch types it as always there
-            block_shape=block_shape,
-            mask=mask,
-            density=density,
-            group_size=group_size,
-            device=weight.device,
-            dtype=weight.dtype,
-            options=options,
-        )
+        bias = linear.bias is not None  # pyright: ignore[reportUnnecessaryComparison] - torch types it as always there
+        arguments |= {"mask": mask, "density": density, "device": weight.device, "dtype": weight.dtype}
+        layer = cls(linear.in_features, linear.out_features, bias, **arguments)
+        if mask is not None and mask.shape == weight.shape:
+            blocks = touched_blocks(mask, shape)
+            covered = blocks.repeat_interleave(shape[0], 0)[: mask.shape[0]].repeat_interleave(shape[1], 1)
+            if int(covered[:, : mask.shape[1]].sum()) > 2 * (elements := int(mask.sum())):
+                warnings.warn(
+                    f"{cls.__name__}.from_linear: {elements} of {mask.numel()} weights are kept, and the blocks of "
+                    f"{shape} that they touch are stored whole: {layer.num_stored} of {blocks.numel()} blocks. "
+                    "SparseLinear.from_linear stores the weights alone",
+                    stacklevel=3,
+                )
         return layer._take_over(linear)
 
     # Structure.
@@ -191,7 +207,8 @@ class BlockSparseLinear(PrunedModule):
         row, col = self._coordinates(self.position)
         facts = tuple(BLOCK_LINEAR_FACTS["BlockCOO"].values())
         shape = (self.out_features, self.in_features)
-        return BlockCOO(shape, self.block_shape, row, col, self.weight, facts, coalesced=True)
+        values = self.weight[:, None, None] if self._SINGLE else self.weight
+        return BlockCOO(shape, self.block_shape, row, col, values, facts, coalesced=True)
 
     def to_dense(self) -> Tensor:
         """Return the dense weight, (out_features, in_features); differentiable."""
@@ -218,7 +235,8 @@ class BlockSparseLinear(PrunedModule):
         return {"Row": groups.row, "Col": groups.col, "Slot": slot}
 
     def _stored_of(self, dense: Tensor) -> Tensor:
-        return BlockCOO.from_dense(dense, block_shape=self.block_shape, mask=self.mask).values
+        values = BlockCOO.from_dense(dense, block_shape=self.block_shape, mask=self.mask).values
+        return values.reshape(self.weight.shape)
 
     def _grid_mask(self, mask: Tensor) -> Tensor | None:
         if tuple(mask.shape) != self.dense_extents:
@@ -276,6 +294,82 @@ class BlockSparseLinear(PrunedModule):
         """Sizes, and what is stored."""
         total = math.prod(self.grid_shape)
         parts = [f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"]
-        parts += [f"block_shape={self.block_shape}, blocks={self.num_stored} of {total}"]
+        what = "weights" if self._SINGLE else f"block_shape={self.block_shape}, blocks"
+        parts += [f"{what}={self.num_stored} of {total}"]
         parts += [f"group_size={self.group_size}"] if self.group_size != "auto" else []
         return ", ".join(parts)
+
+
+class SparseLinear(BlockSparseLinear):
+    """A linear map whose weight holds numbers at chosen places and zeros elsewhere: `torch.nn.Linear`.
+
+        Y[n,Row[p]] += W[p] * X[n,Col[p]]
+
+    What `BlockSparseLinear` is for blocks, this is for single weights, such as those of an unstructured or a 2:4 mask.
+
+    Attributes:
+        weight: (p,) stored weights, in ascending order of (row, column).
+        bias: (out_features,) or `None`.
+        position: (p,) int64, row times `in_features` plus column.
+
+    >>> layer = SparseLinear(96, 64, density=0.1)
+    >>> layer(torch.randn(2, 7, 96)).shape, layer.weight.shape
+    (torch.Size([2, 7, 64]), torch.Size([614]))
+    """
+
+    _SINGLE = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mask: Tensor | None = None,
+        density: float | None = None,
+        options: Options = DEFAULT,
+    ) -> None:
+        """Make the parameters.
+
+        Args:
+            in_features: extent of the last dimension of the input.
+            out_features: extent of the last dimension of the output.
+            bias: add a learned constant.
+            device: where parameters and index tensors are made.
+            dtype: of weight and bias.
+            mask: which weights are stored: bool, (out_features, in_features).
+            density: share of the weights to store, at random places; default all.
+            options: compile options; see `insum_nn.Options`.
+
+        Raises:
+            InsumShapeError: an extent is negative, or the mask does not fit.
+            InsumDtypeError: the mask is not bool.
+            InsumFormatError: the density is not in (0, 1], or mask and density are given.
+        """
+        given: dict[str, Any] = {"mask": mask, "density": density, "device": device, "dtype": dtype}
+        super().__init__(in_features, out_features, bias, block_shape=1, **given, options=options)
+
+    @classmethod
+    def from_linear(  # pyright: ignore[reportIncompatibleMethodOverride] - single weights have no blocks and groups
+        cls, linear: nn.Linear, *, mask: Tensor | None = None, density: float | None = None, options: Options = DEFAULT
+    ) -> Self:
+        """Return a sparse layer with the weights of a dense one.
+
+        Args:
+            linear: the dense layer; it stays as it is.
+            mask: which weights to keep, (out_features, in_features), bool.
+            density: keep this share of the weights, those of the largest magnitude.
+            options: compile options.
+
+        Returns:
+            A layer of the same dtype, device, training mode and `requires_grad`. Without mask and density: every
+            nonzero weight, or those that a mask of `torch.nn.utils.prune` keeps, so that the outputs are those of
+            `linear`.
+
+        >>> layer = SparseLinear.from_linear(nn.Linear(8, 8), density=0.25)
+        >>> layer.num_stored, layer.density
+        (16, 0.25)
+        """
+        return cls._made(linear, (1, 1), mask, density, options=options)

@@ -21,9 +21,10 @@ from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.structure.pruning import note_new_rows, random_mask
 from insum_nn.tensor_cache import unwritten
 
-__all__ = ["PrunedWeight"]
+__all__ = ["DenseConv", "PrunedWeight", "dense_parameter"]
 
-DenseLayer = TypeVar("DenseLayer", nn.Linear, nn.Conv2d)
+DenseConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+DenseLayer = TypeVar("DenseLayer", bound=nn.Linear | DenseConv)
 
 
 class PrunedWeight(ExplainedLayer, nn.Module):
@@ -213,14 +214,16 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         return layer.train(self.training)
 
     @torch.no_grad()
-    def _take_over(self, layer: nn.Linear | nn.Conv2d) -> Self:
+    def _take_over(self, layer: nn.Linear | DenseConv) -> Self:
         """Copy parameters and modes of a dense layer; return this one."""
-        if not layer.weight.is_meta:
-            self.weight.copy_(self._stored_of(layer.weight))
-        self.weight.requires_grad_(layer.weight.requires_grad)
-        if self.bias is not None and layer.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - see Linear
-            self.bias.copy_(layer.bias)
-            self.bias.requires_grad_(layer.bias.requires_grad)
+        weight, _ = dense_parameter(layer, "weight")
+        if not weight.is_meta:
+            self.weight.copy_(self._stored_of(weight))
+        self.weight.requires_grad_(weight.requires_grad)
+        if self.bias is not None:
+            bias, _ = dense_parameter(layer, "bias")
+            self.bias.copy_(bias)
+            self.bias.requires_grad_(bias.requires_grad)
         return self.train(layer.training)
 
     def _adopt_places(self, position: Tensor) -> None:
@@ -319,3 +322,14 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         ):
             return f"positions must ascend and lie in [0, {total})"
         return None
+
+
+def dense_parameter(layer: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
+    """Return a dense layer's parameter, cut from the graph, and what a mask of `torch.nn.utils.prune` keeps of it.
+
+    The attribute of a layer with such a mask is what its last call computed, which no optimizer's step has reached.
+    """
+    mask = getattr(layer, f"{name}_mask", None)
+    original: Tensor = getattr(layer, name if mask is None else f"{name}_orig")
+    values = original.detach() if mask is None else original.detach() * mask
+    return values.requires_grad_(original.requires_grad), None if mask is None else mask != 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from insum_nn.layers import BlockSparseLinear, PrunedConv2d
+from insum_nn.layers import BlockSparseLinear, PrunedConv1d, PrunedConv2d, PrunedConv3d, SparseLinear
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
@@ -22,6 +22,9 @@ Case = tuple[Callable[[], nn.Module], Sequence[tuple[int, ...]]]
 CASES: dict[str, Case] = {
     "linear": (lambda: BlockSparseLinear(5, 3, block_shape=2, density=0.5), LINES),
     "single numbers": (lambda: BlockSparseLinear(5, 3, block_shape=1, density=0.5), LINES),
+    "sparse": (lambda: SparseLinear(5, 3, density=0.5), LINES),
+    "one axis": (lambda: PrunedConv1d(4, 6, 3, 2, 1, density=0.5), [(2, 4, 9), (4, 8), (0, 4, 8)]),
+    "three axes": (lambda: PrunedConv3d(4, 6, 2, 1, 1, 2, 2, density=0.5), [(2, 4, 3, 5, 4), (4, 4, 3, 3)]),
     "groups of blocks": (lambda: BlockSparseLinear(5, 3, False, block_shape=2, density=0.5, group_size=2), LINES),
     "conv": (lambda: PrunedConv2d(4, 6, 3, density=0.5), IMAGES),
     "conv with all": (
