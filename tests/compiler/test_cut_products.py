@@ -64,6 +64,15 @@ def test_a_matrix_features_and_a_weight_can_be_multiplied_in_both_orders():
     assert "T[i,o] += X[i,c] * W[c,o]; Y[D[e],o] += T[S[e],o] * Val[e]" in found
 
 
+def test_blocks_are_copied_so_that_neighbours_are_what_is_written():
+    turned = "T[e,c,o] += W[e,o,c]; Y[k,D[e],o] += T[e,c,o] * X[k,S[e],c]"
+    assert turned in cuts(STATEMENTS["blocks"])
+    # What is written is the last axis already, or the blocks' entries are no index of the output's tables.
+    assert not any(cut.startswith("T[e,o,c] +=") for cut in cuts("Y[k,D[e],c] += W[e,o,c] * X[k,S[e],o]"))
+    assert not any(cut.startswith("T[c,o] +=") for cut in cuts("Y[D[e],o] += Val[e] * X[S[e],c] * W[o,c]"))
+    assert not any(cut.startswith("T[c,e] +=") for cut in cuts("Y[k,e] += W[e,c] * X[k,S[e],c]"))
+
+
 def test_blocks_are_written_into_a_matrix_that_a_library_multiplies_as_it_lies():
     found = cuts(STATEMENTS["blocks"])
     assert "T[D[e],o,S[e],c] += W[e,o,c]; Y[k,i,o] += T[i,o,j,c] * X_read[k,j,c]" in found

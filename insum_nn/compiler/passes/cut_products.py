@@ -2,11 +2,12 @@
 
     Y[D[e],o] += Inv[D[e],T[e]] * X[S[e],c] * W[T[e],c,o]
 
-forms a product for every entry `e`, channel `c` and output `o`. There are three kinds of cuts:
+forms a product for every entry `e`, channel `c` and output `o`. There are four kinds of cuts:
 
     at distinct addresses    H[i,r,o] += X[i,c] * W[r,c,o]                Y[D[e],o] += H[S[e],T[e],o] * Inv[D[e],T[e]]
     entry by entry           H[e,o] += X[S[e],c] * W[T[e],c,o]            Y[D[e],o] += H[e,o] * Inv[D[e],T[e]]
     sum over entries first   H[D[e],T[e],c] += X[S[e],c]                  Y[i,o] += H[i,r,c] * Inv[i,r] * W[r,c,o]
+    blocks in another order  H[p,b,a] += W[p,a,b]                         Y[n,Row[p],a] += H[p,b,a] * X[n,Col[p],b]
 
 The third kind also makes a dense matrix of blocks: `H[Row[p],a,Col[p],b] += W[p,a,b]`, then `Y[n,i,a] += H[i,a,j,b] *
 X[n,j,b]`, of `Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]`.
@@ -157,6 +158,8 @@ class _Cutter:
                 yield from self.product_first(inside, outside)
                 if outside:
                     yield from self.sum_first(inside, outside)
+        for access in self.reads:
+            yield from self.turned(access)
 
     def others(self, inside: Sequence[Access]) -> list[Factor]:
         """The factors that are not multiplied first, numbers among them."""
@@ -242,6 +245,21 @@ class _Cutter:
         again = {miss for access in (*second.reads, second.output) for miss in misses_of(access, self.bound)}
         left = [set(miss.labels) for miss in missed if miss not in again]
         return not left or not (self.bound.drop_outside or any(m <= set(labels_of(a)) for m in left for a in outside))
+
+    # Blocks in another order.
+
+    def turned(self, access: Access) -> Iterator[Cut]:
+        """Copy the blocks of a factor, so that neighbours in memory are what is written: lanes of a CPU's vectors."""
+        own, entries = [subscript.plain for subscript in access.subscripts], indices_of([*self.output.nested()])
+        lane = self.output.subscripts[-1].plain if entries else None
+        order = [index for index in own if index is not None and index != lane]
+        if self.bound.device_type != "cpu" or lane not in own[:-1] or not entries.keys() & set(own):
+            return
+        if lane is None or len(order) + 1 < len(own) or own[-1] in indices_of([self.output]):
+            return
+        copy = _access(self.made, [*order, lane])
+        second = self.second(str(self.output), [copy, *map(str, self.others([access]))])
+        yield Cut(parse(f"{copy} += {access}"), second, self.made, (*order, lane), {})
 
     # The sum over entries first.
 

@@ -104,6 +104,9 @@ _CPU_PER_BYTE = {1: 1.0, 2: 1.0, 4: 3.0, 8: 1.5}
 _CPU_SINGLE, _CPU_CALL = 0.5, 2.5e5
 # A C function multiplies vectors, and keeps what it read for several rows.
 _C_SINGLE, _C_CALL = 1.5, 5e4
+# Its products of blocks, of fewer than 32 rows or columns and of more, and their rate where vectors run along what is
+# summed; bytes that take as long as a number of a copy in another order. 1024 x 1024, 256 samples, float32, one thread.
+_C_BLOCKS, _ACROSS, _C_COPY = (1.8, 2.3), 0.4, 22.0
 # Of a GPU with matrix units, through caches: see the measured orders of A X W in docs/performance.md.
 _GPU_PER_BYTE = {1: 100.0, 2: 100.0, 4: 12.0, 8: 6.0}
 _GPU_SINGLE, _GPU_CALL = 4.0, 6e6
@@ -146,6 +149,7 @@ class _Profile:
         scattered: the output is addressed by more than indices of its own.
         index_tensors: their names.
         blocks: of a product of blocks, the indices that do not say which block it is.
+        across: a factor has the last index of the output in front of another one.
     """
 
     names: tuple[str, ...]
@@ -157,6 +161,7 @@ class _Profile:
     scattered: bool
     index_tensors: tuple[str, ...]
     blocks: Labels
+    across: bool
 
     def read(self, sizes: Sizes, gathered: Callable[[Labels], float], *, grouped: bool = False) -> float:
         """Cells that the factors are read as; of a stack its own, where entries are grouped."""
@@ -181,6 +186,7 @@ def _profile(statement: Statement) -> _Profile:
         None in plain or len(set(plain)) < len(plain),
         statement.index_tensors(),
         _block_indices(statement),
+        any(s.plain in {*plain[-1:]} - {None} for access in reads for s in access.subscripts[:-1]),
     )
 
 
@@ -259,10 +265,16 @@ def _at_once(
     products = sizes.terms(profile.written.union(*profile.labels))
     if profile.blocks:
         # The programs of a row of blocks find what they share in caches.
-        share = dense_from(sizes.width, min(sizes.indices[label] for label in profile.blocks))
-        rate = min(1.0, share * _FORMING) if machine.library else 1.0
+        side = min(sizes.indices[label] for label in profile.blocks)
         cells = sum(float(math.prod(sizes.shapes[name])) for name in profile.names)
-        return cells, products, products / (machine.per_byte * rate)
+        if machine.grouped:
+            rate = _C_BLOCKS[side >= 32] * min(1.0, 4 / sizes.width) * (_ACROSS if profile.across else 1.0)
+        else:
+            share = dense_from(sizes.width, side)
+            rate = machine.per_byte * (min(1.0, share * _FORMING) if machine.library else 1.0)
+        return cells, products, products / rate
+    if machine.grouped and profile.across and profile.labels == (profile.written,):
+        return products, products, products * _C_COPY
     tiled = machine.tiled and _is_tiled(profile, sizes, products, machine)
     # Rows of one index tensor are walked in its order, which is found where it is not sorted.
     rows = frozenset(access.name for access in output.nested())
