@@ -250,12 +250,12 @@ class _Cutter:
 
     def turned(self, access: Access) -> Iterator[Cut]:
         """Copy the blocks of a factor, so that neighbours in memory are what is written: lanes of a CPU's vectors."""
-        own, entries = [subscript.plain for subscript in access.subscripts], indices_of([*self.output.nested()])
+        own, entries = [subscript.plain for subscript in access.subscripts], index_names([*self.output.nested()])
         lane = self.output.subscripts[-1].plain if entries else None
         order = [index for index in own if index is not None and index != lane]
         if self.bound.device_type != "cpu" or lane not in own[:-1] or not entries.keys() & set(own):
             return
-        if lane is None or len(order) + 1 < len(own) or own[-1] in indices_of([self.output]):
+        if lane is None or len(order) + 1 < len(own) or own[-1] in index_names([self.output]):
             return
         copy = _access(self.made, [*order, lane])
         second = self.second(str(self.output), [copy, *map(str, self.others([access]))])

@@ -448,7 +448,6 @@ def _shape_of(known: list[bool], shape: list[int], shaped: bool) -> Shape | None
 torch.library.impl("insum_nn::call", "CompositeImplicitAutograd", _call)
 
 
-@torch.library.register_vmap("insum_nn::call")
 def _call_batched(
     info: Any, in_dims: Any, text: str, names: list[str], tensors: list[Tensor], sized: list[str], *rest: Any
 ) -> tuple[Tensor, int]:
@@ -460,6 +459,9 @@ def _call_batched(
     every = (*program.names, program.statement.output.name)
     *own, initial = [(named.get(name), dims.get(name)) for name in every]
     return batched(program.spec, extents, info.batch_size, own, initial), 0
+
+
+torch.library.register_vmap("insum_nn::call", _call_batched)
 
 
 @torch.library.impl("insum_nn::call_traced", "CompositeImplicitAutograd")

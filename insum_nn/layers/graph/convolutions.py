@@ -51,7 +51,7 @@ class _Convolution(MessageLayer):
         sent = pair[out_of]
         message, values = self._of_edges(*edges.values())
         plain = sent is not None and sent.dim() == 2 and self.node_dim in (0, -2)
-        if not plain and (sent is None or sent.dim() < 3 or any(value.dim() > 1 for value in values.values())):
+        if sent is None or (not plain and (sent.dim() < 3 or any(value.dim() > 1 for value in values.values()))):
             return pyg.MessagePassing.propagate(self, edge_index, size=size, x=x, **edges)
         sizes: Any = self._check_input(edge_index, size)
         for end, features in enumerate(pair):

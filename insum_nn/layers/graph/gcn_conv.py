@@ -79,7 +79,7 @@ class GCNConv(Normalised, pyg.conv.GCNConv):  # type: ignore[misc]
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         return {"of an Adjacency": (ADJACENCY_PRODUCT,)}
 
-    def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Any, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve.
 
         Args:
