@@ -61,10 +61,9 @@ class _Convolution(MessageLayer):
         # What nodes send, a row for each.
         moved = sent if plain else sent.movedim(self.node_dim, 0)
         named, ends = promoted({"X": moved if plain else moved.flatten(1), **values}), self._ends(edge_index)
-        starts = initial is not None and plain and type(self.aggr_module) is pyg.aggr.SumAggregation
-        starts = starts and initial.dtype == named["X"].dtype and not under_autocast(sent.device)
-        if starts:
-            named["Y"] = initial
+        starts = plain and type(self.aggr_module) is pyg.aggr.SumAggregation and not under_autocast(sent.device)
+        starts = starts and (initial is not None and initial.dtype == named["X"].dtype)
+        named |= {"Y": initial} if starts and initial is not None else {}
         out = run(self._statement(message), _FACTS, {**named, **ends}, self.options, (nodes, None))
         if type(self.aggr_module) is pyg.aggr.MeanAggregation:
 
