@@ -26,8 +26,8 @@ class Budget(NamedTuple):
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
     "compiler": Budget(18954, 13000),
-    "ops": Budget(2328, 1800),
-    "layers": Budget(4680, 4800),
+    "ops": Budget(2329, 1800),
+    "layers": Budget(4679, 4800),
     "formats": Budget(2073, 2100),
     "structure": Budget(2647, 2700),
     "datasets": Budget(879, 900),

@@ -24,7 +24,8 @@ from insum_nn.ops.spmm import spmm, spmm_expression, spmm_program
 from insum_nn.ops.tensor_product import tensor_product
 from insum_nn.ops.ttm import ttm, ttm_expression
 
-pruned_conv2d, pruned_conv2d_expression = pruned_conv, pruned_conv_expression
+pruned_conv2d = pruned_conv
+pruned_conv2d_expression = pruned_conv_expression
 
 __all__ = [
     "add",
