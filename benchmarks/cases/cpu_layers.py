@@ -23,7 +23,7 @@ from insum_nn import insum
 
 __all__ = ["cpu_uvu", "cpu_voxel", "cpu_weights"]
 
-GRAPH_TESTS = ("tests/layers/graph/test_attention.py", "tests/layers/graph/test_convolutions.py")
+GRAPH_TESTS = tuple(f"tests/layers/graph/test_{name}.py" for name in ("attention", "convolutions", "weighted"))
 VOXEL_TESTS = ("tests/layers/voxel/test_conv_layers.py",)
 SHARES = (0.02, 0.04, 0.09, 0.2)
 

@@ -43,6 +43,14 @@ def _network() -> tuple[nn.Module]:
     return (nn.Linear(FEATURES, FEATURES),)
 
 
+def _aggregations() -> tuple[list[str], list[str], Tensor]:
+    return (
+        ["mean", "min", "max", "std"],
+        ["identity", "amplification", "attenuation"],
+        torch.ones(20, dtype=torch.int64),
+    )
+
+
 LAYERS = {
     "GATConv": Layer("GATConv", lambda: (FEATURES, CHANNELS, HEADS), {}, gathered=WIDTH),
     "GATv2Conv": Layer("GATv2Conv", lambda: (FEATURES, CHANNELS, HEADS), {"add_self_loops": False}, "", 2 * WIDTH),
@@ -56,13 +64,18 @@ LAYERS = {
     "GraphConv": Layer("GraphConv", _sizes, {}, "weights"),
     "TAGConv": Layer("TAGConv", _sizes, {}, "weights"),
     "APPNP": Layer("APPNP", lambda: (3, 0.1), {}, "weights"),
+    "RGCNConv": Layer("RGCNConv", lambda: (*_sizes(), 8), {}, "types"),
+    "PNAConv": Layer("PNAConv", lambda: (*_sizes(), *_aggregations()), {}),
+    "EdgeConv": Layer(
+        "EdgeConv", lambda: (nn.Sequential(nn.Linear(2 * FEATURES, FEATURES), nn.ReLU(), *_network()),), {}
+    ),
     "NNConv": Layer("NNConv", lambda: (*_sizes(), nn.Linear(4, FEATURES * FEATURES)), {}, "few features"),
 }
 
 
 @case(
     "graph_layer",
-    tests=("tests/layers/graph/test_attention.py", "tests/layers/graph/test_convolutions.py"),
+    tests=tuple(f"tests/layers/graph/test_{name}.py" for name in ("attention", "convolutions", "weighted")),
     layer=tuple(LAYERS),
     graph=("molecule", "cora", "random50k"),
     quick={"layer": ("GATv2Conv", "TransformerConv", "SAGEConv-max"), "graph": ("random50k",)},
@@ -97,6 +110,8 @@ def graph_layer(setting: Setting, *, layer: str, graph: str, edges: str = "kept"
         built = built.to(setting.device, dtype)
         features = x.to(dtype, copy=True).requires_grad_()
         extra = () if carried is None else (drawn(*carried).to(dtype),)
+        if case.carried == "types":
+            extra = (torch.arange(count, device=setting.device) % 8,)
         call: Callable[..., Tensor] = torch.compile(built) if compiled else built
 
         def forward() -> Tensor:

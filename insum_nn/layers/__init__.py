@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from insum_nn.layers.graph.attention import *
     from insum_nn.layers.graph.convolutions import *
     from insum_nn.layers.graph.gcn_conv import GCNConv
+    from insum_nn.layers.graph.weighted import *
     from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear, SparseLinear
     from insum_nn.layers.pruned.pruned_conv import PrunedConv1d, PrunedConv2d, PrunedConv3d
     from insum_nn.layers.voxel.conv import SparseConv3d, SparseConvTranspose3d, SparseInverseConv3d, SubMConv3d
@@ -32,6 +33,7 @@ __all__ = ["ElementwiseTensorProduct", "FullTensorProduct", "FullyConnectedTenso
 __all__ += ["SphericalHarmonics", "TensorProduct", "TensorProductConv", "TensorProductScatter", "TensorSquare"]
 __all__ += ["APPNP", "ChebConv", "GATConv", "GATv2Conv", "GCNConv", "GINConv", "GINEConv", "GatedGraphConv"]
 __all__ += ["GraphConv", "LGConv", "NNConv", "SAGEConv", "SGConv", "TAGConv", "TransformerConv"]
+__all__ += ["EdgeConv", "FastRGCNConv", "HeteroLinear", "PNAConv", "RGCNConv"]
 __all__ += ["BlockSparseLinear", "PrunedConv1d", "PrunedConv2d", "PrunedConv3d", "SparseLinear"]
 __all__ += ["SparseAvgPool3d", "SparseConv3d", "SparseConvTensor", "SparseConvTranspose3d", "SparseInverseConv3d"]
 __all__ += ["SparseMaxPool3d", "SparseSequential", "SubMConv3d"]
@@ -43,6 +45,7 @@ _HOMES = {
     "graph.attention": "GATConv GATv2Conv TransformerConv",
     "graph.convolutions": _GRAPHS,
     "graph.gcn_conv": "GCNConv",
+    "graph.weighted": "EdgeConv FastRGCNConv HeteroLinear PNAConv RGCNConv",
     "pruned.pruned_conv": "PrunedConv1d PrunedConv2d PrunedConv3d",
     "voxel.conv": "SparseConv3d SparseConvTranspose3d SparseInverseConv3d SubMConv3d",
     "voxel.pool": "SparseAvgPool3d SparseMaxPool3d",

@@ -32,16 +32,13 @@ def _kept(module: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
-def _graph(file: str) -> Converter:
-    """Return what makes a graph layer with the attributes of PyTorch Geometric's, of which it is a subclass."""
-
-    def convert(module: Any) -> nn.Module:
-        if module._explain is not None or any(value for name, value in vars(module).items() if name.endswith("_hooks")):
-            raise NotConvertible("an explainer or a hook asks for its messages")
-        kind = getattr(importlib.import_module(f"insum_nn.layers.graph.{file}"), type(module).__name__)
-        return with_attributes(kind.__new__(kind), module)  # type: ignore[no-any-return]
-
-    return convert
+def _graph(module: Any) -> nn.Module:
+    """Make a graph layer with the attributes of PyTorch Geometric's, of which it is a subclass."""
+    asks = [value for name, value in vars(module).items() if name.endswith("_hooks") or name == "_explain"]
+    if any(value is not None and value != {} for value in asks):
+        raise NotConvertible("an explainer or a hook asks for its messages")
+    kind: Any = getattr(importlib.import_module("insum_nn.layers"), type(module).__name__)
+    return with_attributes(kind.__new__(kind), module)  # type: ignore[no-any-return]
 
 
 def _equivariant(file: str, kind: str, method: str = "from_e3nn") -> Converter:
@@ -110,13 +107,11 @@ def _names(prefix: str, kinds: Sequence[str], dims: Sequence[int]) -> list[str]:
 
 def _known() -> dict[str, Converter]:
     found: dict[str, Converter] = {}
-    home, ours = "torch_geometric.nn.conv", _graph("convolutions")
-    for name in ("gcn_conv.GCNConv", "gat_conv.GATConv", "gatv2_conv.GATv2Conv", "transformer_conv.TransformerConv"):
-        found[f"{home}.{name}"] = _graph("gcn_conv" if name.startswith("gcn") else "attention")
-    for name in "SAGE GIN Graph Cheb SG TAG LG NN".split():
-        found[f"{home}.{name.lower()}_conv.{name}Conv"] = ours
-    for name in ("gin_conv.GINEConv", "appnp.APPNP", "gated_graph_conv.GatedGraphConv"):
-        found[f"{home}.{name}"] = ours
+    for name in "GCN GAT GATv2 Transformer SAGE GIN Graph Cheb SG TAG LG NN RGCN PNA Edge".split():
+        found[f"torch_geometric.nn.conv.{name.lower()}_conv.{name}Conv"] = _graph
+    others = "gin_conv.GINEConv appnp.APPNP gated_graph_conv.GatedGraphConv rgcn_conv.FastRGCNConv"
+    found |= dict.fromkeys([f"torch_geometric.nn.conv.{name}" for name in others.split()], _graph)
+    found["torch_geometric.nn.dense.linear.HeteroLinear"] = _graph
     kinds = ("FullyConnectedTensorProduct", "ElementwiseTensorProduct", "FullTensorProduct", "TensorSquare")
     products = ["_tensor_product.TensorProduct", *(f"_sub.{kind}" for kind in kinds)]
     product = _equivariant("tensor_product", "TensorProduct")

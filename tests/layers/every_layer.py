@@ -189,6 +189,14 @@ def _columns(layer: nn.Module, x: Tensor, edges: Tensor, weight: Tensor) -> Tens
     return layer(x, edges, weight[:, None])  # type: ignore[no-any-return]
 
 
+def _typed(layer: nn.Module, x: Tensor, edges: Tensor) -> Tensor:
+    return layer(x, edges, edges[0] % 2)  # type: ignore[no-any-return]
+
+
+def _rows(layer: nn.Module, x: Tensor, edges: Tensor) -> Tensor:
+    return layer(x, edges[0, : x.shape[0]] % 2)  # type: ignore[no-any-return]
+
+
 _IN, _OTHER, _OUT = "2x0e+1x1o", "1x0e+1x1o", "2x0e+1x1o"
 _PATHS = [(0, 0, 0, "uvu", True), (1, 1, 0, "uvu", True), (0, 1, 1, "uvu", True)]
 _CONV = ("2x0e+2x1o", "1x0e+1x1o", "2x0e+2x1o", _PATHS)
@@ -213,6 +221,20 @@ EVERY_LAYER: dict[str, Case] = {
     "NNConv": Case(
         lambda o: _On(layers.NNConv(3, 2, nn.Linear(1, 6), options=o), _columns), **_graph(3, weighted=True)
     ),
+    "RGCNConv": Case(lambda o: _On(layers.RGCNConv(3, 2, 2, options=o), _typed), **_graph(3, weighted=False)),
+    "FastRGCNConv": Case(
+        lambda o: _On(layers.FastRGCNConv(3, 2, 2, aggr="sum", options=o), _typed), **_graph(3, weighted=False)
+    ),
+    "PNAConv": Case(
+        lambda o: _On(
+            layers.PNAConv(3, 2, ["mean", "var"], ["identity"], torch.tensor([0, 2], device="cpu"), options=o)
+        ),
+        **_graph(3, weighted=False),
+    ),
+    "EdgeConv": Case(
+        lambda o: _On(layers.EdgeConv(nn.Linear(6, 2), aggr="sum", options=o)), **_graph(3, weighted=False)
+    ),
+    "HeteroLinear": Case(lambda o: _On(layers.HeteroLinear(3, 2, 2, options=o), _rows), **_graph(3, weighted=False)),
     "BlockSparseLinear": Case(
         lambda o: _On(BlockSparseLinear(5, 4, block_shape=2, density=0.5, options=o)), **_batch(5)
     ),

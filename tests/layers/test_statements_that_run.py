@@ -35,7 +35,7 @@ STATEMENTS = (
 # hooks and parametrizations count, and is printed as a child.
 CHILDREN = dict.fromkeys(("GCNConv", "GCNConv, narrowing", "GCNConv, no weights"), "lin")
 # Those with several, of products with biases.
-SEVERAL = ("SAGEConv", "SAGEConv, maxima", "GraphConv", "TAGConv", "NNConv")
+SEVERAL = ("SAGEConv", "SAGEConv, maxima", "GraphConv", "TAGConv", "NNConv", "PNAConv", "RGCNConv", "FastRGCNConv")
 
 # Those that normalise edges: sums of weights, before their statements.
 NORMALISES = {name: {"index_add"} for name in ("APPNP", "LGConv", "TAGConv")}

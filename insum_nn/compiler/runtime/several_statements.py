@@ -23,7 +23,7 @@ from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.tracing.traced import call_operator, constant, option_values, options_of
 from insum_nn.dtypes import is_widened
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError, plural
-from insum_nn.facts import IndexFacts, StaticTable
+from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 from insum_nn.tensor_cache import insert
 
 __all__ = ["StatementsProgram", "run_statements"]
@@ -32,6 +32,7 @@ Shapes = Mapping[str, Sequence[int | None]]
 # Shapes and extents, as far as all that is passed shows them; and the sizes of a call of all statements together.
 Known = tuple[dict[str, tuple[int, ...]], dict[str, int], Any]
 NO_SHAPES: Shapes = {}
+NO_FACTS = NamedFacts()
 # Calls of different sizes of which a program remembers these.
 _LIMIT = 64
 
@@ -175,16 +176,20 @@ def run_statements(
     options: Options = DEFAULT,
     sizes: Mapping[str, int] | None = None,
     out_shape: Shapes = NO_SHAPES,
+    facts: NamedFacts = NO_FACTS,
 ) -> Any:
-    """Run several statements by a program that is remembered, also while Dynamo traces; see `StatementsProgram`."""
+    """Run several statements by a program that is remembered, also while Dynamo traces; see `StatementsProgram`.
+
+    Facts are about index tensors, which no graph reads.
+    """
     if torch.compiler.is_dynamo_compiling():
         return _run(_traced_plan(expression, option_values(options)), None, {**named}, sizes or {}, out_shape, {})
-    return _remembered(expression, options)(tensors=named, sizes=sizes, out_shape=out_shape)
+    return _remembered(expression, options, facts)(tensors=named, sizes=sizes, out_shape=out_shape)
 
 
 @lru_cache(maxsize=256)
-def _remembered(expression: str, options: Options) -> StatementsProgram:
-    return StatementsProgram(expression, options=options)
+def _remembered(expression: str, options: Options, facts: NamedFacts = NO_FACTS) -> StatementsProgram:
+    return StatementsProgram(expression, facts=facts, options=options)
 
 
 @constant

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import is_plain_eager, is_transformed, stable_order
-from insum_nn.dtypes import wide_dtype
+from insum_nn.compiler.api import is_transformed, stable_order
 from insum_nn.errors import InsumShapeError
-from insum_nn.facts import IndexFacts, NamedFacts
-from insum_nn.layers.graph.messages import COMBINES, MessageLayer, kept_edges, pyg
-from insum_nn.ops.statements import in_a_graph, promoted, run, under_autocast
+from insum_nn.layers.graph.messages import Convolution, Ends, Message, kept_edges, pyg
+from insum_nn.ops.statements import in_a_graph
 from insum_nn.structure.gcn_norm import gcn_norm
 from insum_nn.structure.graph_entries import Flow, check_edge_index
 from insum_nn.structure.plain_tensors import is_batched
@@ -22,73 +19,15 @@ from insum_nn.structure.plain_tensors import is_batched
 __all__ = ["ChebConv", "GraphConv", "LGConv", "Normalised", "SGConv", "TAGConv"]
 __all__ += ["APPNP", "GINConv", "GINEConv", "GatedGraphConv", "NNConv", "SAGEConv"]
 
-# How many edges a node has, of weights that are 1.
-_COUNT = "N[I[e]] += W[e]"
-_FACTS = NamedFacts((name, IndexFacts(masked=False)) for name in "IJ")
 
-
-class _Convolution(MessageLayer):
-    """One whose messages are a product or a function of what nodes send."""
-
-    __call__: Callable[..., Tensor]
-    _message: ClassVar[str] = "X[J[e],f]"
-    _aggregations: ClassVar[tuple[type, ...]] = tuple(COMBINES)
-
-    def _statements(self) -> tuple[str, ...]:
-        means = type(self.aggr_module) is pyg.aggr.MeanAggregation
-        return *((_COUNT,) if means else ()), self._statement(self._message)
-
-    def _statement(self, message: str) -> str:
-        return f"Y[I[e],f] {COMBINES.get(type(self.aggr_module), '+=')} {message}"
-
-    def _of_edges(self) -> tuple[str, dict[str, Tensor]]:
-        """Return the message, and what it reads of edges, which are what the peer passes for its messages."""
-        return _Convolution._message, {}
-
-    def _sum(self, edge_index: Tensor, size: Any, x: Any, initial: Tensor | None = None, **edges: Any) -> Tensor:  # type: ignore[override]
-        into, out_of = (1, 0) if self.flow == "source_to_target" else (0, 1)
-        pair = x if isinstance(x, tuple | list) else (x, x)
-        sent = pair[out_of]
-        message, values = self._of_edges(*edges.values())
-        plain = sent is not None and sent.dim() == 2 and self.node_dim in (0, -2)
-        if sent is None or (not plain and (sent.dim() < 3 or any(value.dim() > 1 for value in values.values()))):
-            return pyg.MessagePassing.propagate(self, edge_index, size=size, x=x, **edges)
-        sizes: Any = self._check_input(edge_index, size)
-        for end, features in enumerate(pair):
-            if features is not None:
-                self._set_size(sizes, end, features)
-        nodes = sizes[out_of] if sizes[into] is None else sizes[into]
-        # What nodes send, a row for each.
-        moved = sent if plain else sent.movedim(self.node_dim, 0)
-        named, ends = promoted({"X": moved if plain else moved.flatten(1), **values}), self._ends(edge_index)
-        starts = plain and type(self.aggr_module) is pyg.aggr.SumAggregation and not under_autocast(sent.device)
-        starts = starts and (initial is not None and initial.dtype == named["X"].dtype)
-        named |= {"Y": initial} if starts and initial is not None else {}
-        out = run(self._statement(message), _FACTS, {**named, **ends}, self.options, (nodes, None))
-        if type(self.aggr_module) is pyg.aggr.MeanAggregation:
-
-            def count() -> Tensor:
-                ones = torch.ones(edge_index.size(1), dtype=wide_dtype(out.dtype), device=out.device)
-                return self._added(ends["I"], ones, nodes).clamp(min=1).to(out.dtype).unsqueeze(1)
-
-            read = self.options.validate or not is_plain_eager(edge_index)
-            out = out / (count() if read else kept_edges([edge_index], ("counts", nodes, into, out.dtype), count))
-        if not plain:
-            out = out.unflatten(1, moved.shape[1:]).movedim(0, self.node_dim)
-        return out if initial is None or starts else out + initial
-
-    def _added(self, ends: Tensor, weights: Tensor, nodes: int) -> Tensor:
-        """Return (nodes,) the weights of the edges of each node, added."""
-        return run(_COUNT, _FACTS, {"W": weights, "I": ends}, self.options, (nodes,))
-
-
-class _Weighted(_Convolution):
+class _Weighted(Convolution):
     """One whose edges may have weights."""
 
     _message = "W[e] * X[J[e],f]"
 
-    def _of_edges(self, edge_weight: Tensor | None = None) -> tuple[str, dict[str, Tensor]]:
-        return super()._of_edges() if edge_weight is None else (self._message, {"W": edge_weight.view(-1)})
+    def _of_edges(self, ends: Ends, edge_weight: Tensor | None = None) -> Message:  # type: ignore[override]
+        message, values = super()._of_edges(ends)
+        return (message, values) if edge_weight is None else (self._message, {**values, "W": edge_weight.view(-1)})
 
 
 class Normalised(_Weighted):
@@ -134,7 +73,7 @@ class Normalised(_Weighted):
         return kept_edges([edge_index] if edge_weight is None else [edge_index, edge_weight], how, in_order)
 
 
-class SAGEConv(_Convolution, pyg.conv.SAGEConv):  # type: ignore[misc]
+class SAGEConv(Convolution, pyg.conv.SAGEConv):  # type: ignore[misc]
     """The convolution of GraphSAGE: `torch_geometric.nn.SAGEConv`, without a tensor of edges and features.
 
         Y[I[e],f] += X[J[e],f]          aggr="sum"; divided by the number of edges of each node with aggr="mean"
@@ -163,7 +102,7 @@ class SAGEConv(_Convolution, pyg.conv.SAGEConv):  # type: ignore[misc]
     """
 
 
-class GINConv(_Convolution, pyg.conv.GINConv):  # type: ignore[misc]
+class GINConv(Convolution, pyg.conv.GINConv):  # type: ignore[misc]
     """The graph isomorphism layer of Xu et al.: `torch_geometric.nn.GINConv`.
 
         Y[I[e],f] += X[J[e],f]
@@ -185,7 +124,7 @@ class GINConv(_Convolution, pyg.conv.GINConv):  # type: ignore[misc]
     """
 
 
-class GINEConv(_Convolution, pyg.conv.GINEConv):  # type: ignore[misc]
+class GINEConv(Convolution, pyg.conv.GINEConv):  # type: ignore[misc]
     """The graph isomorphism layer with features of edges: `torch_geometric.nn.GINEConv`.
 
         Y[I[e],f] += relu(X[J[e],f] + F[e,f])
@@ -208,8 +147,8 @@ class GINEConv(_Convolution, pyg.conv.GINEConv):  # type: ignore[misc]
 
     _message = "relu(X[J[e],f] + F[e,f])"
 
-    def _of_edges(self, edge_attr: Tensor) -> tuple[str, dict[str, Tensor]]:  # type: ignore[override]
-        return self._message, {"F": edge_attr if self.lin is None else self.lin(edge_attr)}
+    def _of_edges(self, ends: Ends, edge_attr: Tensor) -> Message:  # type: ignore[override]
+        return self._message, {"X": ends.sent, "F": edge_attr if self.lin is None else self.lin(edge_attr)}
 
 
 class GraphConv(_Weighted, pyg.conv.GraphConv):  # type: ignore[misc]
@@ -360,7 +299,7 @@ class GatedGraphConv(_Weighted, pyg.conv.GatedGraphConv):  # type: ignore[misc]
     """
 
 
-class NNConv(_Convolution, pyg.conv.NNConv):  # type: ignore[misc]
+class NNConv(Convolution, pyg.conv.NNConv):  # type: ignore[misc]
     """The edge-conditioned convolution of Gilmer et al.: `torch_geometric.nn.NNConv`.
 
         Y[I[e],f] += X[J[e],c] * W[e,c,f]          W: what the network makes of the edge's features
@@ -384,5 +323,5 @@ class NNConv(_Convolution, pyg.conv.NNConv):  # type: ignore[misc]
     # The channels that are summed would be compared with the edges.
     _aggregations = (pyg.aggr.SumAggregation, pyg.aggr.MeanAggregation)
 
-    def _of_edges(self, edge_attr: Tensor) -> tuple[str, dict[str, Tensor]]:  # type: ignore[override]
-        return self._message, {"W": self.nn(edge_attr).view(-1, self.in_channels_l, self.out_channels)}
+    def _of_edges(self, ends: Ends, edge_attr: Tensor) -> Message:  # type: ignore[override]
+        return self._message, {"X": ends.sent, "W": self.nn(edge_attr).view(-1, self.in_channels_l, self.out_channels)}

@@ -13,7 +13,7 @@ from torch import Tensor
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.layers.graph.convolutions import Normalised
-from insum_nn.layers.graph.messages import COMBINES, OptTensor, pyg
+from insum_nn.layers.graph.messages import OptTensor, pyg
 from insum_nn.ops.adjacency_product import ADJACENCY_PRODUCT, adjacency_product
 from insum_nn.structure.adjacency import Adjacency
 from insum_nn.structure.graph_entries import Flow
@@ -142,7 +142,7 @@ class GCNConv(Normalised, pyg.conv.GCNConv):  # type: ignore[misc]
         weight = self.lin.weight
         if x.layout != torch.strided or isinstance(weight, torch.nn.parameter.UninitializedParameter):
             return False
-        if COMBINES.get(type(self.aggr_module)) != "+=":
+        if self._aggregates(self.aggr_module) not in (["Sum"], ["Mean"]):
             return False
         if edge_weight is not None and torch.promote_types(x.dtype, edge_weight.dtype) != x.dtype:
             # The peer's features are widened by the edges' weights after the dense product.

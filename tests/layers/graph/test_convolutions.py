@@ -20,7 +20,7 @@ from torch_geometric.explain import Explainer, GNNExplainer
 from insum_nn import layers
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumError, InsumRangeError
-from insum_nn.layers.graph import convolutions
+from insum_nn.layers.graph import convolutions, messages
 from insum_nn.layers.swap import swap
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.graph.test_attention import assert_same, largest_made, messages_refused, real
@@ -396,8 +396,8 @@ def test_meta_device(name: str):
 
 def test_a_mean_counts_edges_once_for_each_edge_list(monkeypatch):
     counted: list[str] = []
-    run = convolutions.run
-    monkeypatch.setattr(convolutions, "run", lambda text, *rest: counted.append(text) or run(text, *rest))
+    run = messages.run
+    monkeypatch.setattr(messages, "run", lambda text, *rest: counted.append(text) or run(text, *rest))
     layer, x = convolutions.SAGEConv(3, 2, aggr="mean"), torch.randn(4, 3)
     edges = torch.tensor([[0, 1, 2, 0], [1, 2, 3, 3]])
     # What is made in inference mode serves in training.

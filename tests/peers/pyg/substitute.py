@@ -21,6 +21,7 @@ MODULES = (
     "torch_geometric.nn.conv.gat_conv",
     "torch_geometric.nn.conv.gatv2_conv",
     "torch_geometric.nn.conv.transformer_conv",
+    "torch_geometric.nn.dense.linear",
     "torch_geometric.nn.models",
     "torch_geometric.nn.models.basic_gnn",
     "torch_geometric.explain",
@@ -36,9 +37,10 @@ def substitute() -> list[str]:
             importlib.import_module(name)
         homes = [
             importlib.import_module(f"insum_nn.layers.graph.{name}")
-            for name in ("gcn_conv", "attention", "convolutions")
+            for name in ("gcn_conv", "attention", "convolutions", "weighted")
         ]
-    ours = {home.__dict__[name]._peer: home.__dict__[name] for home in homes for name in home.__all__}
+    kinds = [home.__dict__[name] for home in homes for name in home.__all__]
+    ours = {kind._peer: kind for kind in kinds if kind._peer.__name__ == kind.__name__}
     for theirs, kind in ours.items():
         # Ours print their statements too, by which a swapped layer is known; the suite compares whole texts.
         kind.__repr__ = theirs.__repr__
@@ -65,10 +67,14 @@ class PyG(Substitution):
         "nn/conv/test_gat_conv.py",
         "nn/conv/test_gatv2_conv.py",
         "nn/conv/test_transformer_conv.py",
-        *(f"nn/conv/test_{name}_conv.py" for name in "cheb gated_graph gin graph lg nn sage sg tag".split()),
+        *(
+            f"nn/conv/test_{name}_conv.py"
+            for name in "cheb edge gated_graph gin graph lg nn pna rgcn sage sg tag".split()
+        ),
         "nn/conv/test_appnp.py",
         "nn/conv/test_static_graph.py",
         "nn/conv/test_create_gnn.py",
+        "nn/dense/test_linear.py",
         "nn/models/test_basic_gnn.py",
     )
     MORE = (
@@ -94,10 +100,9 @@ class PyG(Substitution):
         os.environ.setdefault("FULL_TEST", "1")
         substitute()
         from insum_nn.layers.graph.attention import _Attention
-        from insum_nn.layers.graph.convolutions import _Convolution
-        from insum_nn.layers.graph.gcn_conv import GCNConv
+        from insum_nn.layers.graph.messages import Convolution
 
-        for kind, name in ((GCNConv, "_fused"), (_Attention, "_weights"), (_Convolution, "_sum")):
+        for kind, name in ((_Attention, "_weights"), (Convolution, "_sum")):
             setattr(kind, name, self.counted(getattr(kind, name)))
 
     def counted(self, fused: Any) -> Any:
