@@ -105,7 +105,6 @@ def test_the_last_of_several_loops_counts_and_gets_the_gradient():
         ("none", [1, 1, 0], [0, 1, 1], None),
         ("remaining", [1, 0, 0, 1, 2], [0, 1, 0, 1, 2], [0, 2, 3, 1, 3]),
         ("replaced", [1, 0, 0, 1, 2], [0, 1, 0, 1, 2], [0, 2, 3, 3, 3]),
-        ("more", [1, 1, 0, 0, 1, 2], [0, 1, 1, 0, 1, 2], [0, 1, 2, 3, 3, 3]),
     ],
 )
 def test_kinds_of_loops(loops: str, row: list[int], col: list[int], edge: list[int] | None):
