@@ -77,7 +77,7 @@ def draw_rooms(rooms: Sequence[tuple[Room, NDArray[np.integer]]], path: str | Pa
         classes = [*[room.labels[keep]] * labelled, predicted[keep]]
         for axes, colors in zip(row, [room.colors[keep], *map(class_colors, classes)], strict=True):
             _scatter(axes, room.points[keep], colors)
-        # Beside its row, where a long name meets neither another title nor another room.
+        # To the left of its row, so that a long name overlaps neither another title nor another room.
         place = {"transform": row[0].transAxes, "rotation": 90, "va": "center", "ha": "right"}
         row[0].text2D(0, 0.5, room.name, fontsize=9, **place)
         shown |= {*np.concatenate(classes).tolist()} - {UNLABELLED}

@@ -62,7 +62,8 @@ _REGISTERS, _FEW = 12, 4
 def lower(kernel: Kernel, made: Collection[str] = (), vector_bytes: int = 32) -> Lowered:
     """Choose how an algorithm writes its output on a CPU, by entries of one matrix, by owned rows, or as it says.
 
-    Then its loops get their places, and a kernel that reads operands among zeros stands beside it where that helps.
+    Then its loops are placed. Where zero padding of operands makes conditions unnecessary, the result also holds a
+    kernel that reads padded copies.
 
     Args:
         kernel: the algorithm; extents that are compiled in are numbers.

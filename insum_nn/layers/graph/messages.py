@@ -22,7 +22,7 @@ from insum_nn.tensor_cache import TensorCache, same_view
 try:
     from torch_geometric import EdgeIndex, utils
     from torch_geometric import nn as pyg
-    from torch_geometric.typing import OptTensor, SparseTensor  # pyright: ignore
+    from torch_geometric.typing import OptTensor
 except ImportError as error:
     raise MissingExtraError(
         "layers of graphs take the place of torch_geometric's, which is not installed",
@@ -30,7 +30,7 @@ except ImportError as error:
     ) from error
 
 __all__ = ["FACTS", "Convolution", "Ends", "Message", "MessageLayer", "PeerLayer", "has_hooks", "kept_edges"]
-__all__ += ["EdgeIndex", "OptTensor", "SparseTensor", "pyg", "utils"]
+__all__ += ["EdgeIndex", "OptTensor", "pyg", "utils"]
 
 Built = TypeVar("Built")
 # What is made of an edge list is kept for as long as it lives and its version stays.

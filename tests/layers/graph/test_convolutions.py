@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -155,12 +156,8 @@ def test_bipartite_graphs(name: str, only_senders: bool):
     assert_same(ours, theirs, [senders, receivers, *features], (senders, receivers), graph, *features)
 
 
-@every_layer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.usefixtures("made_on")
-def test_other_dtypes(name: str, dtype: torch.dtype):
-    ours, theirs = pair(name)
-    arguments, _ = inputs_of(name)
+def assert_same_in(dtype: torch.dtype, ours: nn.Module, theirs: nn.Module, arguments: Sequence[Tensor]) -> None:
+    """Compare our layer in a dtype with the peer's in float64, of the same parameters."""
     ours = ours.to(dtype)
     theirs.load_state_dict(ours.state_dict())
     given = [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in arguments]
@@ -170,6 +167,13 @@ def test_other_dtypes(name: str, dtype: torch.dtype):
     assert_matches(got, want, dtype=dtype, kind="second", scale=10 * float(want.detach().abs().max()))
     got.float().sum().backward()
     assert all(p.grad is None or p.grad.dtype == dtype for p in ours.parameters())
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("made_on")
+def test_other_dtypes(name: str, dtype: torch.dtype):
+    assert_same_in(dtype, *pair(name), inputs_of(name)[0])
 
 
 @every_layer

@@ -21,6 +21,7 @@ from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.layers.swap import swap
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.graph.test_attention import assert_same, messages_refused, real
+from tests.layers.graph.test_convolutions import assert_same_in
 from tests.layers.graph.test_gcn_conv import random_graph
 
 NODES, EDGES, WIDTH, RELATIONS, FEATURES = 14, 45, 6, 3, 4
@@ -145,17 +146,7 @@ def test_node_numbers_in_place_of_features(kind: str, named: dict[str, Any]):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.usefixtures("made_on")
 def test_other_dtypes(name: str, dtype: torch.dtype):
-    ours, theirs = pair(name)
-    arguments, _ = inputs_of(name)
-    ours = ours.to(dtype)
-    theirs.load_state_dict(ours.state_dict())
-    given = [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in arguments]
-    want = theirs(*(t.double() if t.is_floating_point() else t for t in given))
-    got = ours(*given)
-    assert got.dtype == dtype
-    assert_matches(got, want, dtype=dtype, kind="second", scale=10 * float(want.detach().abs().max()))
-    got.float().sum().backward()
-    assert all(p.grad is None or p.grad.dtype == dtype for p in ours.parameters())
+    assert_same_in(dtype, *pair(name), inputs_of(name)[0])
 
 
 @every_layer
