@@ -20,6 +20,7 @@ from insum_nn import IndexFacts, Options, Program
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels.generated import Generated
+from insum_nn.compiler.kernels.source import Source
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.compiler.schedule import tune
@@ -69,14 +70,14 @@ def compiled(case: Case, tensors: dict[str, Tensor], options: Options = GENERATE
     )
 
 
-def generated(program: Program, tensors: dict[str, Tensor]) -> Generated:
-    """The kernels behind a program that has run on these tensors."""
+def source_of(program: Program, tensors: dict[str, Tensor]) -> Source:
+    """The kernel behind a program that has run on these tensors."""
     ordered, initial = program._arrange(tensors)
     extents = program._extents(ordered, initial, None, None)
     _, executable = prepare(program._spec, ordered, initial, extents)
     assert executable.backend == "triton", executable.reason
     assert isinstance(executable.run, Generated)
-    return executable.run
+    return executable.run.described(ordered, extents, initial).sources[0]
 
 
 def even(tensors: dict[str, Tensor], row_tensor: str, rows: int) -> None:
@@ -267,7 +268,7 @@ def test_one_kernel_a_call(gpu: torch.device, name: str, dtype: torch.dtype):
     program = compiled(case, tensors)
     launched = kernels(program, tensors)
     assert len(launched) == 1, launched
-    assert generated(program, tensors).source is not None
+    assert source_of(program, tensors).text
     # The choice of a back end by itself is the same.
     assert len(kernels(compiled(case, tensors, Options(tune=False)), tensors)) == 1
 
@@ -278,8 +279,7 @@ def test_dot_where_there_is_a_product(gpu: torch.device, name: str):
     tensors = placed(case.draw(SCALE), gpu, torch.float16)
     program = compiled(case, tensors)
     program(tensors=tensors)
-    source = generated(program, tensors).source
-    assert source is not None
+    source = source_of(program, tensors)
     assert ("tl.dot(" in source.text) is case.dot, source.text
 
 
@@ -411,8 +411,7 @@ def test_measured_schedules_are_kept_on_disk(gpu: torch.device, tmp_path: Path, 
         CASES["spmm"].expression, facts=facts, out_shape=(2000, None), options=Options(backend="triton")
     )
     torch.testing.assert_close(again(tensors=tensors), first, rtol=1e-5, atol=1e-5)
-    source = generated(again, tensors).source
-    assert source is not None
+    source = source_of(again, tensors)
     assert source.schedule == Schedule(**kept["schedule"])
     want = put(tensors["Val"].double()[:, None] * tensors["B"].double()[tensors["Col"]], tensors["Row"], 2000)
     assert_matches(first, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()) * 4)

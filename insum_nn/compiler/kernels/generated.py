@@ -55,7 +55,6 @@ class Generated:
 
     Attributes:
         form: what its kernels compute.
-        source: the kernel that was made last.
     """
 
     def __init__(
