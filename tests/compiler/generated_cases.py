@@ -134,6 +134,39 @@ def _stencil_oracle(t: Tensors, scale: int) -> Tensor:
     return torch.einsum("ab,pabc->pc", t["S"], torch.where(inside[..., None], found, 0))
 
 
+def _shifted(t: Tensors, scale: int) -> Tensor:
+    """Images added up where entries say, channel by channel and cell by cell."""
+    rows, columns = 6 * scale + 2, 7 * scale + 2
+    parts = [[] for _ in range(3 * scale)]
+    blank = t["X"].new_zeros(t["X"].shape[0], rows, columns)
+    for g, k in torch.cartesian_prod(*map(torch.arange, t["C"].shape)).tolist():
+        if (channel := int(t["C"][g, k])) >= 0:
+            r, c = int(t["R"][g, k]), int(t["S"][g, k])
+            sides = (c, 2 - c, r, 2 - r)
+            image = t["X"][:, int(t["M"][g])]
+            parts[channel].append(t["F"][g, k] * torch.nn.functional.pad(image, sides))
+    return torch.stack([sum(each, blank) for each in parts], 1)
+
+
+def _filters(scale: int) -> Tensors:
+    groups = 5 * scale
+    return {
+        "M": entries(4 * scale, groups).sort().values.int(),
+        "C": entries(3 * scale, groups, 2, holes=0.2).int(),
+        "R": entries(3, groups, 2).int(),
+        "S": entries(3, groups, 2).int(),
+        "F": real(groups, 2),
+    }
+
+
+def _pruned(t: Tensors, scale: int) -> Tensor:
+    dense = t["F"].new_zeros(4 * scale, 3 * scale, 3, 3)
+    there = t["C"] >= 0
+    rows = t["M"][:, None].expand_as(t["C"])
+    at = tuple(each[there].long() for each in (rows, t["C"], t["R"], t["S"]))
+    return torch.nn.functional.conv2d(t["X"], dense.index_put(at, t["F"][there], accumulate=True), padding=1)
+
+
 def _strided_tables(u: int, w: int) -> Tensors:
     """Of two entries each, of one component and of three, the copies one after the other; W[2] goes backwards in u."""
     copies, columns = torch.arange(u), torch.arange(w)
@@ -361,6 +394,24 @@ CASES: dict[str, Case] = {
             _stencil_oracle,
             facts={"R": FULL, "Q": FULL},
             fixed="abc",
+        ),
+        Case(
+            "pruned convolution",
+            "O[n,M[g],p,q] += F[g,k] * X[n,C[g,k],p+R[g,k]-1,q+S[g,k]-1]",
+            lambda s: {**_filters(s), "X": real(2, 3 * s, 6 * s, 7 * s)},
+            _pruned,
+            lambda s: (None, 4 * s, 6 * s, 7 * s),
+            {"M": SORTED, "C": HOLES, "R": FULL, "S": FULL},
+            fixed="k",
+        ),
+        Case(
+            "pruned convolution, transposed",
+            "O[n,C[g,k],p+R[g,k],q+S[g,k]] += F[g,k] * X[n,M[g],p,q]",
+            lambda s: {**_filters(s), "X": real(2, 4 * s, 6 * s, 7 * s)},
+            _shifted,
+            lambda s: (None, 3 * s, 6 * s + 2, 7 * s + 2),
+            {"M": SORTED, "C": HOLES, "R": FULL, "S": FULL},
+            fixed="k",
         ),
         Case(
             "batched sddmm with scatter",

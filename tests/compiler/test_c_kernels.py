@@ -22,9 +22,9 @@ from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Statement
-from insum_nn.compiler.passes.cpu.gather_writes import gather_writes
 from insum_nn.compiler.passes.cpu.group_entries import group_entries
 from insum_nn.compiler.passes.cpu.written_cells import written_cells
+from insum_nn.compiler.passes.gather_writes import gather_writes
 from insum_nn.compiler.passes.pipeline import lower
 from insum_nn.dtypes import VALUE_DTYPES, dtype_of
 from insum_nn.facts import IndexFacts

@@ -179,6 +179,7 @@ class _Builder:
         """Build a position, and note the conditions under which the term takes part."""
         total: Expr = Const(0)
         bounded = subscript.plain is not None or subscript.indirect is not None
+        wraps = self.wraps(subscript)
         for term in subscript.terms:
             if isinstance(term.atom, IndexVariable):
                 atom: Expr = Index(self.names.indices[term.atom.name])
@@ -187,12 +188,26 @@ class _Builder:
                 if self.may_lack(term.atom):
                     self.conditions.append(Op("at_least", (atom, Const(0))))
                 # Entries that no axis bounds are added up without overflow.
-                atom = atom if bounded else Cast(atom, "int64")
+                atom = atom if bounded or wraps else Cast(atom, "int64")
             total = add(total, multiply(Const(term.coefficient), atom))
         total = add(total, Const(subscript.offset))
         if not bounded:
             self.conditions += [operation("at_least", total, Const(0)), operation("less", total, extent)]
         return total
+
+    def wraps(self, subscript: Subscript) -> bool:
+        """Whether what overflows lies outside of every axis all the same, which C would leave undefined.
+
+        An entry or index below 2**31 more or less than another is off by 2**32 then: below 0, or above all offsets that
+        32 bits are taken for.
+        """
+        steps = [term.coefficient for term in subscript.terms]
+        few = len(steps) <= 2 and {*steps} <= {1, -1} and steps.count(-1) < 2 and abs(subscript.offset) < 1 << 15
+        narrow = all(
+            isinstance(term.atom, IndexVariable) or self.buffers[term.atom.name].dtype == "int32"
+            for term in subscript.terms
+        )
+        return few and narrow and self.bound.device_type != "cpu"
 
     def may_lack(self, access: Access) -> bool:
         """Return whether an entry may be missing: by -1, or because the index tensor is read out of bounds."""

@@ -36,8 +36,8 @@ from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.printed import Body, Run, Sizes, function_of_lines
-from insum_nn.compiler.passes.choose_unrolling import Unrolling, choose_unrolling
 from insum_nn.compiler.passes.pipeline import lower, unroll
+from insum_nn.compiler.schedule.choose_unrolling import Unrolling, choose_unrolling
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 from insum_nn.locks import new_lock
 

@@ -204,6 +204,7 @@ class Generated:
         if form is None:
             sizes = dict(self.form.sizes)
             sizes.update((index, extents.indices[place]) for index, place in self.form.places.items())
+            sizes.update((index, extents.output[axis]) for index, axis in self.form.cells.items())
             sizes[CELLS] = math.prod(extents.output)
             if self.form.row_index is not None:
                 sizes[ROW_LOOP] = extents.output[self.form.row_axis]

@@ -19,13 +19,13 @@ from insum_nn.compiler.ir.lowered import Lowered, Wide
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Kernel, Load, Store
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.ir.verify import verify_kernel
-from insum_nn.compiler.passes.cpu.gather_writes import gather_writes
 from insum_nn.compiler.passes.cpu.group_entries import group_entries, plain_entry
 from insum_nn.compiler.passes.cpu.pad_operands import pad_operands
 from insum_nn.compiler.passes.cpu.place_lanes import place_lanes
 from insum_nn.compiler.passes.cpu.transpose_operands import transpose_operands
 from insum_nn.compiler.passes.cpu.written_cells import written_cells
 from insum_nn.compiler.passes.fuse_outputs import clusters
+from insum_nn.compiler.passes.gather_writes import gather_writes
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 from insum_nn.compiler.passes.tile import Tiling, tile
 from insum_nn.compiler.passes.tile_outputs import tile_outputs

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -23,9 +23,10 @@ from insum_nn.compiler.ir.graph import ROW, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, operands, replacing
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.syntax import Apply, Factor, Number, leaves
-from insum_nn.compiler.passes.choose_unrolling import Unrolling, choose_unrolling
+from insum_nn.compiler.passes.gather_writes import cells_of, gather_writes
 from insum_nn.compiler.passes.pipeline import unroll
 from insum_nn.compiler.passes.terms import term_of
+from insum_nn.compiler.schedule.choose_unrolling import Unrolling, choose_unrolling
 from insum_nn.compiler.schedule.output_strategy import OutputStrategy, in_order, output_strategy
 from insum_nn.compiler.schedule.plan import Plan
 from insum_nn.compiler.tuning.database import size_bucket
@@ -116,6 +117,7 @@ class Form:
         additional: further outputs, of statements that read what this one does; `bound` reads what any of them does.
         stack: where entries are taken by the matrix that they select of a stack: its place among the statement's
             tensors, and the axis of its matrices.
+        cells: indices of the output that the statement lacks, since it writes at affine subscripts, and their axes.
     """
 
     bound: Bound
@@ -132,6 +134,7 @@ class Form:
     plan: Plan
     additional: tuple[AdditionalOutput, ...] = ()
     stack: tuple[int, int] | None = None
+    cells: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def named(self, bound: Bound) -> Form:
         """The same for a statement that differs in names."""
@@ -262,6 +265,7 @@ class Form:
             for position, axis in places
         }
         written = enumerate(layout.output_plain)
+        reads |= {(OUTPUT, axis, index) for index, axis in self.cells.items()}
         return frozenset(reads | {(OUTPUT, axis, names.indices[index]) for axis, index in written if index is not None})
 
     @cached_property
@@ -318,6 +322,7 @@ def make_form(
     tables: Mapping[str, StaticTable],
     *,
     deterministic: bool,
+    gathered: bool = False,
 ) -> Form:
     """The form of a bound statement.
 
@@ -327,6 +332,7 @@ def make_form(
         output: the output's shape in the first call.
         tables: static tensors by name.
         deterministic: several programs must not add to one cell.
+        gathered: affine writes become affine reads.
 
     Raises:
         FormError: the statement is not of the generator's kind.
@@ -341,7 +347,12 @@ def make_form(
     plan = Plan({**canonical_key(bound, tables), "bucket": list(size_bucket(extents))})
     unrolling = cache(lambda: choose_unrolling(bound, tables))
     strategy, axis, static, unrolled = plan.get(["combine"], lambda: _combined(bound, unrolling()), shape=_COMBINED)
-    kernel = build(bound)
+    kernel, cells = build(bound), dict[str, int]()
+    if gathered and not unrolled:
+        kernel = gather_writes(kernel)
+        cells = cells_of(kernel)
+        plan = plan.at(gathered=True)
+        strategy, axis = plan.get(["combine"], lambda: output_strategy(bound, unrolling(), cells), shape=(str, int))
     read = statement.output.subscripts[axis].indirect if strategy == "own" else None
     row_index, entries, permuted = None, (), False
     if read is not None:
@@ -352,6 +363,7 @@ def make_form(
     free, summed = ([loop.index.name for loop in loops if loop.role == role] for role in ("free", "sum"))
     own_sizes = {names.indices[name]: extent for name, extent in sizes.items()}
     own_sizes[CELLS] = math.prod(output)
+    own_sizes.update((name, output[at]) for name, at in cells.items())
     parallel = tuple(i for i in free if i not in entries)
     if row_index is not None:
         parallel = (ROW_LOOP, *parallel)
@@ -375,7 +387,12 @@ def make_form(
         tuple(summed),
         frozenset(name for name, own in names.tensors.items() if own in static),
         plan,
+        cells=cells,
     )
+    if form.strategy == "atomic" and not gathered and (deterministic or form.product is None):
+        other = make_form(bound, sizes, output, tables, deterministic=deterministic, gathered=True)
+        if other.strategy != "atomic":
+            return other
     if row_index is not None and not deterministic and form.product is None:
         # Terms that meet only by adding to memory may still be one matrix product, which is worth more.
         scattered = _atomic(form)
@@ -487,7 +504,7 @@ _COMBINED, _PRODUCT = (str, int, [str], [str]), [([int], [int], [str], [str], [s
 
 
 def _shown_product(product: Product | None) -> Any:
-    return [] if product is None else [[getattr(product, field.name) for field in fields(product)]]
+    return [] if product is None else [[getattr(product, each.name) for each in fields(product)]]
 
 
 def _read_product(value: Any) -> Product | None:

@@ -10,23 +10,31 @@ On a CPU, where another rule fits, `passes/pipeline.py: lower` decides which row
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access, Subscript
-from insum_nn.compiler.passes.choose_unrolling import Unrolling
+from insum_nn.compiler.schedule.choose_unrolling import Unrolling
 
 __all__ = ["OutputStrategy", "in_order", "output_strategy"]
 
 OutputStrategy = Literal["direct", "place", "own", "atomic"]
 
 
-def output_strategy(bound: Bound, unrolling: Unrolling) -> tuple[OutputStrategy, int]:
-    """How terms reach the output, and the axis that is addressed by an index tensor."""
+def output_strategy(
+    bound: Bound, unrolling: Unrolling, cells: Mapping[str, int] = MappingProxyType({})
+) -> tuple[OutputStrategy, int]:
+    """How terms reach the output, and the axis that is addressed by an index tensor.
+
+    `cells`: indices of their own that axes have instead of their affine subscripts; see `passes/gather_writes.py`.
+    """
     statement = bound.statement
     subscripts = statement.output.subscripts
     plain = [s.plain for s in subscripts]
+    for name, axis in cells.items():
+        plain[axis] = name
     # What tables address is known, but terms must not share cells unless they share all of them.
     literal = [axis for axis, s in enumerate(subscripts) if plain[axis] is None and unrolling.literal(s)]
     stepped = {i.name for axis in literal for i in subscripts[axis].indices()} & unrolling.steps

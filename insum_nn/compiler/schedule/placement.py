@@ -167,7 +167,7 @@ def extent_arguments(form: Form, tiling: Tiling) -> frozenset[str]:
     becomes one loop with the one around it: as a loop of its own it would leave the software pipeline nothing to
     overlap. Terms of static tables stay too, whose places are literals of their addresses.
     """
-    if len(form.unrolled) > 1 or form.tables or form.additional:
+    if len(form.unrolled) > 1 or form.tables or form.additional or form.cells:
         return frozenset()
     found: set[str] = set()
     for lanes in (tiling.m, tiling.n, tiling.k):

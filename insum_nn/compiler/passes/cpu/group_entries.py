@@ -17,7 +17,7 @@ from __future__ import annotations
 from insum_nn.compiler.ir.access import indices_in
 from insum_nn.compiler.ir.graph import ROW, extent_of, factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Expr, Index, Kernel, Load, Store, walk
-from insum_nn.compiler.passes.cpu.gather_writes import nested
+from insum_nn.compiler.passes.gather_writes import nested
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 
 __all__ = ["group_entries", "plain_entry"]

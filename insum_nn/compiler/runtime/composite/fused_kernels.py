@@ -87,6 +87,8 @@ class One:
         if not isinstance(chosen, Executable) or not isinstance(generated, Generated) or bound.epilogue:
             raise FormError(f"{bound.statement} is no generated kernel")
         form = generated.form.named(named_as(bound, chosen.bound))
+        if form.cells:
+            raise FormError(f"{bound.statement} writes at affine subscripts")
         return One(number, bound, chosen, form, places, tuple([pool[at] for at in places]), extents)
 
     @property

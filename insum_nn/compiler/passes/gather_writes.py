@@ -20,6 +20,7 @@ from insum_nn.compiler.ir.nodes import (
     Kernel,
     Load,
     Loop,
+    Node,
     Op,
     Stmt,
     Store,
@@ -30,7 +31,7 @@ from insum_nn.compiler.ir.nodes import (
     replacing,
 )
 
-__all__ = ["gather_writes", "nested"]
+__all__ = ["cells_of", "gather_writes", "nested"]
 
 
 def nested(loops: list[Loop], stores: tuple[Store, ...], outermost: frozenset[Index] = frozenset()) -> tuple[Stmt, ...]:
@@ -50,6 +51,12 @@ def gather_writes(kernel: Kernel) -> Kernel:
     while len(stores_of(kernel)) == 1 and (found := _gathered(kernel)) is not None:
         kernel = found
     return kernel
+
+
+def cells_of(kernel: Kernel) -> dict[str, int]:
+    """The indices that such steps made for cells of the output, and their axes."""
+    (store,) = stores_of(kernel)
+    return {s.name: axis for axis, s in enumerate(store.subscripts) if s is Index(f"cell{axis}")}  # type: ignore[union-attr]
 
 
 def _gathered(kernel: Kernel) -> Kernel | None:
@@ -74,11 +81,25 @@ def _moved(kernel: Kernel, loops: list[Loop], store: Store, axis: int, loop: Loo
     assert isinstance(rest, Expr)
     # written = step * index + rest, and a step of 1 or -1 is its own inverse.
     back = add(multiply(Const(step), cell), multiply(Const(-step), rest))
-    move = replacing({written: cell, loop.index: back})
+    reached = [Op("at_least", (back, Const(0))), Op("less", (back, loop.end))]
+    memo: dict[Node, Node] = {written: cell, loop.index: back}
+
+    def move(node: Node) -> Node:
+        found = memo.get(node)
+        if found is None:
+            found = node.rebuild(move) if node.children() else node
+            if isinstance(node, Load) and isinstance(found, Load) and loop.index in indices_in(*node.subscripts):
+                # What is read there is read where it is.
+                found = Load(
+                    found.buffer, found.subscripts, conjunction([*reached, *conjuncts(found.where)]), found.fill
+                )
+            memo[node] = found
+        return found
+
     inside = (Op("at_least", (cell, Const(0))), Op("less", (cell, extent)))
     moved = [c for c in map(move, conjuncts(store.where)) if isinstance(c, Expr) and c not in inside]
     # These come first: the others may read at the point that they allow.
-    where = conjunction([Op("at_least", (back, Const(0))), Op("less", (back, loop.end)), *moved])
+    where = conjunction([*reached, *moved])
     subscripts = tuple(s for s in map(move, store.subscripts) if isinstance(s, Expr))
     value = move(store.value)
     assert isinstance(value, Expr)
