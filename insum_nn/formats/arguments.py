@@ -19,6 +19,7 @@ __all__ = [
     "check_permutation",
     "check_shape",
     "choose_index_dtype",
+    "expand_nd",
     "integers",
     "require_dense",
     "require_matrix",
@@ -56,6 +57,30 @@ def integers(extents: object) -> tuple[int, ...] | None:
         return tuple(operator.index(extent) for extent in cast("Sequence[int]", extents))
     except TypeError:
         return None
+
+
+def expand_nd(owner: str, name: str, ndim: int, value: object, least: int) -> list[int]:
+    """Return one number repeated, or d numbers after a check.
+
+    Raises:
+        InsumShapeError: there are not d integers, or one is below `least`.
+
+    >>> expand_nd("SubMConv3d", "kernel_size", 3, 5, 1)
+    [5, 5, 5]
+    """
+    alone = integers((value,))
+    values = integers(value) if alone is None else alone * ndim
+    if values is None or len(values) != ndim or min(values) < least:
+        one = f"an integer of at least {least}"
+        raise InsumShapeError(
+            f"{owner}: '{name}' is {value!r}",
+            details=[f"expected {one if ndim == 1 else f'{ndim} integers of at least {least}, or one for all'}"],
+            fix="pass one integer." if ndim == 1 else f"pass one integer, or {ndim} of them.",
+            argument=name,
+            expected=ndim,
+            got=value,
+        )
+    return list(values)
 
 
 def check_shape(shape: Sequence[int] | None, owner: str) -> tuple[int, ...]:

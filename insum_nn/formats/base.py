@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.dtypes import INDEX_DTYPES, not_dense
-from insum_nn.errors import InsumShapeError
+from insum_nn.errors import InsumFormatError, InsumShapeError
 from insum_nn.facts import UNKNOWN, IndexFacts, NamedFacts
 from insum_nn.formats import arguments, checks
 from insum_nn.formats.checks import Fault
@@ -20,7 +20,7 @@ from insum_nn.formats.verification import IndexPart, Verifiable
 if TYPE_CHECKING:
     from insum_nn.formats.coo import COO
 
-__all__ = ["IndexPart", "SparseFormat", "dim_field", "dim_name"]
+__all__ = ["IndexPart", "RowsAndColumns", "SparseFormat", "dim_field", "dim_name"]
 
 
 # What is known of a format's own tensors, which a copy does not have.
@@ -364,6 +364,31 @@ class SparseFormat(Verifiable):
             stray = checks.unused_value_fault(self.values, unused)
             faults += [] if stray is None else [stray]
         return faults + self._order_faults()
+
+
+class RowsAndColumns(SparseFormat):
+    """A format of any number of dimensions, which names the index tensors of a matrix."""
+
+    @property
+    def row(self) -> Tensor:
+        """The index tensor of rows; two dimensions only. Along dimension 0 an ELL has none."""
+        return self._matrix_index(0)
+
+    @property
+    def col(self) -> Tensor:
+        """The index tensor of columns; two dimensions only. Along dimension 1 an ELL has none."""
+        return self._matrix_index(1)
+
+    def _matrix_index(self, dim: int) -> Tensor:
+        own, other = ("row", "col")[dim], ("col", "row")[dim]
+        arguments.require_matrix(self.shape, own)
+        found = [part.tensor for part in self.index_parts if part.dim == dim]
+        if not found:
+            raise InsumFormatError(
+                f"{type(self).__name__} along dimension {dim} stores no {own}: it is the position",
+                fix=f"read {other}, or use GroupCOO, which stores both.",
+            )
+        return found[0]
 
 
 def dim_name(dim: int, ndim: int) -> str:

@@ -27,6 +27,9 @@ class BlockGroupCOO(BlockFormat):
 
         D[A*Row[g] + a, B*Col[g,q] + b] += Val[g,q,a,b]     blocks of A rows and B columns
 
+    With blocks of one column, `block_shape=(A, 1)`, a group lists the distinct columns of A rows, with the rows'
+    values in each: the row blocks of GraphCUDA.
+
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 4.1.
 
     Attributes:

@@ -143,7 +143,7 @@ def sorted_fault(field: str, tensor: Tensor) -> Fault | None:
     if descents.numel() == 0:
         return None
     index = int(descents[0])
-    position = _unravel(int(used[index + 1]), tensor)
+    position = _unravel(used[index + 1], tensor)
     return Fault(
         field,
         "law",
@@ -161,7 +161,7 @@ def unique_fault(field: str, tensor: Tensor) -> Fault | None:
     repeats = used[order[1:][entries[1:] == entries[:-1]]]
     if repeats.numel() == 0:
         return None
-    position = _unravel(int(repeats.min()), tensor)
+    position = _unravel(repeats.min(), tensor)
     return Fault(
         field,
         "law",
@@ -234,9 +234,5 @@ def _at(position: tuple[int, ...]) -> str:
     return f"[{','.join(map(str, position))}]"
 
 
-def _unravel(flat: int, tensor: Tensor) -> tuple[int, ...]:
-    position: list[int] = []
-    for extent in reversed(tensor.shape):
-        position.append(flat % extent)
-        flat //= extent
-    return tuple(reversed(position))
+def _unravel(flat: Tensor, tensor: Tensor) -> tuple[int, ...]:
+    return tuple(int(place) for place in torch.unravel_index(flat, tensor.shape))

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.dtypes import wide_dtype
-from insum_nn.errors import (
-    InsumFormatError,
-    InsumShapeError,
-)
+from insum_nn.errors import InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks
 from insum_nn.formats.group_size import GroupSize, resolve_group_size

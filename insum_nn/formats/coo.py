@@ -13,14 +13,14 @@ from torch import Tensor
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError, import_extra
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks, convert
-from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
+from insum_nn.formats.base import IndexPart, RowsAndColumns, SparseFormat, dim_field, dim_name
 from insum_nn.sorted_rows import compressed_rows
 
 __all__ = ["COO", "ThroughCOO", "as_coo", "entry_facts", "scipy_tensors"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class COO(SparseFormat):
+class COO(RowsAndColumns):
     """Coordinates and values: the format that every conversion passes through.
 
         D[Index0[p], Index1[p], ...] += Val[p]          for all p; `Row` and `Col` in two dimensions
@@ -200,16 +200,6 @@ class COO(SparseFormat):
     # Properties.
 
     @property
-    def row(self) -> Tensor:
-        """(p,) row of each entry; two dimensions only."""
-        return self._matrix_index(0)
-
-    @property
-    def col(self) -> Tensor:
-        """(p,) column of each entry; two dimensions only."""
-        return self._matrix_index(1)
-
-    @property
     def nnz(self) -> int:
         """Stored entries; explicit zeros count."""
         return self.values.shape[0]
@@ -376,10 +366,6 @@ class COO(SparseFormat):
 
     def _known_sorted(self, dim: int) -> bool:
         return bool(self.index_facts) and self.index_facts[dim].sorted
-
-    def _matrix_index(self, dim: int) -> Tensor:
-        arguments.require_matrix(self.shape, ("row", "col")[dim])
-        return self.indices[dim]
 
 
 class ThroughCOO(SparseFormat):

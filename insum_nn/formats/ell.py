@@ -143,16 +143,6 @@ class ELL(GroupedFormat):
         return self.values.shape[1]
 
     @property
-    def row(self) -> Tensor:
-        """(m, q) of an ELL along dimension 1; two dimensions only."""
-        return self._matrix_index(0)
-
-    @property
-    def col(self) -> Tensor:
-        """(m, q) of an ELL along dimension 0; two dimensions only."""
-        return self._matrix_index(1)
-
-    @property
     def index_parts(self) -> tuple[IndexPart, ...]:
         """One (m, q) tensor per dimension other than `group_dim`."""
         return tuple(self._other_parts())
@@ -189,12 +179,3 @@ class ELL(GroupedFormat):
 
     def _repr_parts(self) -> list[str]:
         return [*super()._repr_parts(), f"width={self.width}"]
-
-    def _matrix_index(self, dim: int) -> Tensor:
-        arguments.require_matrix(self.shape, ("row", "col")[dim])
-        if dim == self.group_dim:
-            raise InsumFormatError(
-                f"ELL along dimension {dim} stores no {('row', 'col')[dim]}: it is the position",
-                fix=f"read {('col', 'row')[dim]}, or use GroupCOO, which stores both.",
-            )
-        return self.indices[0]

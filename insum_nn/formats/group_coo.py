@@ -140,18 +140,6 @@ class GroupCOO(GroupedFormat):
         return self.values.shape[0]
 
     @property
-    def row(self) -> Tensor:
-        """(g,) when grouped along rows, (g, q) when grouped along columns; two dimensions only."""
-        arguments.require_matrix(self.shape, "row")
-        return self.group_index if self.group_dim == 0 else self.indices[0]
-
-    @property
-    def col(self) -> Tensor:
-        """(g, q) when grouped along rows, (g,) when grouped along columns; two dimensions only."""
-        arguments.require_matrix(self.shape, "col")
-        return self.indices[0] if self.group_dim == 0 else self.group_index
-
-    @property
     def index_parts(self) -> tuple[IndexPart, ...]:
         """The grouped dimension (g,), then (g, q) per other dimension."""
         dim, ndim = self.group_dim, self.ndim

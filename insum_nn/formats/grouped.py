@@ -10,13 +10,13 @@ from torch import Tensor
 
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import arguments, checks, convert
-from insum_nn.formats.base import IndexPart, dim_field, dim_name
+from insum_nn.formats.base import IndexPart, RowsAndColumns, dim_field, dim_name
 from insum_nn.formats.coo import COO, ThroughCOO
 
 __all__ = ["GroupedFormat", "keys_and_others"]
 
 
-class GroupedFormat(ThroughCOO):
+class GroupedFormat(ThroughCOO, RowsAndColumns):
     """Groups of `q` slots; the entries of a group share their index of one dimension.
 
     Attributes:

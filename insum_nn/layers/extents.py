@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from insum_nn.errors import InsumShapeError
-from insum_nn.formats.arguments import integers
+from insum_nn.formats.arguments import expand_nd
 
 __all__ = ["IntOrInts", "OfDimension", "arguments_of", "channels", "expand_nd", "expand_pair", "extent"]
 
@@ -32,30 +32,6 @@ def arguments_of(local: dict[str, Any]) -> dict[str, Any]:
     """
     named = {key: value for key, value in local.items() if key not in ("self", "__class__", "rest")}
     return {**named, **local.get("rest", {})}
-
-
-def expand_nd(owner: str, name: str, ndim: int, value: object, least: int) -> list[int]:
-    """Return one number repeated, or d numbers after a check.
-
-    Raises:
-        InsumShapeError: there are not d integers, or one is below `least`.
-
-    >>> expand_nd("SubMConv3d", "kernel_size", 3, 5, 1)
-    [5, 5, 5]
-    """
-    alone = integers((value,))
-    values = integers(value) if alone is None else alone * ndim
-    if values is None or len(values) != ndim or min(values) < least:
-        one = f"an integer of at least {least}"
-        raise InsumShapeError(
-            f"{owner}: '{name}' is {value!r}",
-            details=[f"expected {one if ndim == 1 else f'{ndim} integers of at least {least}, or one for all'}"],
-            fix="pass one integer." if ndim == 1 else f"pass one integer, or {ndim} of them.",
-            argument=name,
-            expected=ndim,
-            got=value,
-        )
-    return list(values)
 
 
 def extent(owner: str, name: str, value: object, least: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from insum_nn.ops.activation_conv import activation_conv, activation_conv_expression, masked_conv
 from insum_nn.ops.attention import attention, neighbour_softmax
 from insum_nn.ops.block_linear import block_linear, block_linear_expression
 from insum_nn.ops.custom import contract, register
@@ -28,11 +29,14 @@ pruned_conv2d = pruned_conv
 pruned_conv2d_expression = pruned_conv_expression
 
 __all__ = [
+    "activation_conv",
+    "activation_conv_expression",
     "add",
     "attention",
     "block_linear",
     "block_linear_expression",
     "contract",
+    "masked_conv",
     "mttkrp",
     "mttkrp_expression",
     "multiply",

@@ -194,13 +194,11 @@ def same_structure(a: SparseFormat, b: SparseFormat) -> bool:
     """
     if type(a) is not type(b) or a.shape != b.shape or a.values.shape != b.values.shape or a.device != b.device:
         return False
-    ours, theirs = a.index_parts, b.index_parts
-    if any(
-        x.dim != y.dim or x.axes != y.axes or x.tensor.dtype != y.tensor.dtype
-        for x, y in zip(ours, theirs, strict=True)
-    ):
-        return False
-    return all(x.tensor is y.tensor or torch.equal(x.tensor, y.tensor) for x, y in zip(ours, theirs, strict=True))
+    return all(
+        (x.dim, x.axes, x.tensor.dtype) == (y.dim, y.axes, y.tensor.dtype)
+        and (x.tensor is y.tensor or torch.equal(x.tensor, y.tensor))
+        for x, y in zip(a.index_parts, b.index_parts, strict=True)
+    )
 
 
 def _checked_pair(caller: str, tensor: SparseFormat, other: SparseFormat) -> Tensor:

@@ -56,7 +56,9 @@ def pruned_conv_expression(stride: Sequence[int] = (1, 1), padding: Sequence[int
     return f"O[n,M[g],{','.join('pqr'[:axes])}] += F[Slot[g,k]] * I[n,C[g,k],{','.join(cells)}]"
 
 
-def pruned_conv_output(size: Sequence[int], kernel: Ints, stride: Ints, padding: Pairs, dilation: Ints) -> Ints:
+def pruned_conv_output(
+    size: Sequence[int], kernel: Ints, stride: Ints, padding: Pairs, dilation: Ints, owner: str = "pruned_conv"
+) -> Ints:
     """Return the extents of the output's axes.
 
     Args:
@@ -65,6 +67,7 @@ def pruned_conv_output(size: Sequence[int], kernel: Ints, stride: Ints, padding:
         stride: step of the kernel.
         padding: zeros (before, after) each axis.
         dilation: step between kernel cells.
+        owner: the operator that an error names.
 
     Raises:
         InsumShapeError: the kernel reaches beyond the padded input.
@@ -78,7 +81,7 @@ def pruned_conv_output(size: Sequence[int], kernel: Ints, stride: Ints, padding:
     known = not any(isinstance(extent, Tensor) for extent in size)
     if known and any(there < needed for there, needed in zip(padded, reach, strict=True)):
         raise InsumShapeError(
-            f"pruned_conv{len(size)}d: a kernel that spans {reach} does not fit an input of {padded}, padding included",
+            f"{owner}{len(size)}d: a kernel that spans {reach} does not fit an input of {padded}, padding included",
             fix="pass a larger input, or pad it.",
             argument="input",
             expected=reach,

@@ -58,6 +58,7 @@ REGISTRY = [
     Entry("block-1x1", BlockCOO, {"block_shape": (1, 1)}),
     Entry("block-group-auto", BlockGroupCOO, {"block_shape": (2, 3)}),
     Entry("block-group-2", BlockGroupCOO, {"block_shape": (3, 2), "group_size": 2}),
+    Entry("row-block", BlockGroupCOO, {"block_shape": (3, 1), "group_size": 2}),
 ]
 
 BY_NAME = {entry.name: entry for entry in REGISTRY}

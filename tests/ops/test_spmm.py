@@ -19,7 +19,7 @@ from insum_nn.errors import (
     InsumShapeError,
 )
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops import arguments, sddmm, spmm, spmm_expression, spmm_program
+from insum_nn.ops import arguments, contract, sddmm, spmm, spmm_expression, spmm_program
 from insum_nn.ops.spmm import SPMM
 from insum_nn.testing.tolerances import assert_matches
 from tests.formats.registry import NOT_DENSE, REGISTRY, SHAPES, Entry, random_entries, sparse_dense
@@ -90,6 +90,27 @@ def test_duplicate_blocks(cls: type[BlockCOO] | type[BlockGroupCOO]):
 def test_ragged_blocks(cls: type[BlockCOO] | type[BlockGroupCOO], block_shape: tuple[int, int]):
     matrix = cls.from_dense(sparse_dense((21, 34), density=0.1), block_shape=block_shape)
     assert_product(matrix, torch.randn(34, 7, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((21, 34), 4), ((16, 9), 16), ((5, 7), 3), ((0, 4), 2)], ids=str)
+def test_row_blocks_times_two_dense_matrices(shape: tuple[int, int], rows: int):
+    a = sparse_dense(shape, density=0.1)
+    blocks = BlockGroupCOO.from_dense(a, block_shape=(rows, 1), group_size=3)
+    # The distinct columns of each block of rows, each of them once.
+    for block, part in enumerate(a.split(rows)):
+        stored = blocks.col[blocks.row == block]
+        assert stored[stored >= 0].tolist() == part.ne(0).any(0).nonzero().squeeze(1).tolist()
+    statement = "Y[Row[g],a,h] += Val[g,q,a,b] * X[Col[g,q],b,f] * W[f,h]"
+
+    def run(values: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        out_shape = (blocks.grid_shape[0], rows, w.shape[1])
+        matrix = blocks.with_values(values)
+        return contract(statement, matrix, X=x[:, None], W=w, out_shape=out_shape).flatten(0, 1)[: shape[0]]
+
+    def oracle(values: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return blocks.with_values(values).to_dense() @ x @ w
+
+    assert_same(run, oracle, [blocks.values, torch.randn(shape[1], 5).double(), torch.randn(5, 2).double()])
 
 
 @each_format
