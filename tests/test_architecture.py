@@ -168,7 +168,6 @@ CALLS_A_LIBRARY: dict[str, str] = {
 # Rules by device stand in `compiler/runtime/composite/statement_choice.py`.
 # file of ops/ or layers/ -> why it asks where a tensor is all the same; each line here is a debt.
 DEVICE_RULES: dict[str, str] = {
-    "insum_nn/layers/spconv/cppcore.py": "spconv's interface names the kind of device",
     "insum_nn/layers/spconv/hash.py": "spconv's tables differ by device",
     "insum_nn/layers/spconv/utils.py": "spconv's interface compares kinds of devices",
 }

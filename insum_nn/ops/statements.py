@@ -107,5 +107,5 @@ def promoted(values: dict[str, Tensor]) -> dict[str, Tensor]:
     >>> [value.dtype for value in promoted({"X": torch.ones(1), "W": torch.ones(1).double()}).values()]
     [torch.float64, torch.float64]
     """
-    dtype = reduce(torch.promote_types, {value.dtype for value in values.values()})
-    return {name: value if value.dtype is dtype else value.to(dtype) for name, value in values.items()}
+    dtype = reduce(torch.promote_types, dtypes := {value.dtype for value in values.values()})
+    return values if len(dtypes) == 1 else {name: value.to(dtype) for name, value in values.items()}

@@ -88,7 +88,8 @@ def gcn_norm(
     traced = torch.jit.is_tracing()
     if not traced:
         check_edge_index(edge_index, num_nodes, values=not fixed_size)
-    loops: Loops = "remaining" if add_self_loops else "none"
+    # Without weights all self-loops are alike.
+    loops: Loops = "none" if not add_self_loops else "replaced" if edge_weight is None else "remaining"
     entries = edge_entries(edge_index, num_nodes, loops=loops, flow=flow, fixed_size=fixed_size)
     if edge_weight is None:
         weight = torch.ones(entries.row.shape[0], dtype=dtype, device=edge_index.device)

@@ -95,11 +95,11 @@ class Executable:
 
             return self.run.serving(extents, library, wait=options.deterministic or options.backend == "c")
         run, arguments = self.run, integers_of(self.bound, extents)
-        epilogue, dtype = self.bound.epilogue, self.bound.dtype
+        epilogue, dtype = self.bound.epilogue or None, self.bound.dtype
 
         def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
             made = run(*tensors, *arguments) if initial is None else run(*tensors, *arguments, initial)
-            return epilogue(made, dtype) if epilogue else made
+            return made if epilogue is None else epilogue(made, dtype)
 
         return call
 

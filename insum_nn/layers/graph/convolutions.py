@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import is_transformed, stable_order
 from insum_nn.errors import InsumShapeError
-from insum_nn.layers.graph.messages import Convolution, Ends, Message, kept_edges, pyg
+from insum_nn.layers.graph.messages import Convolution, Ends, Message, kept_edges, pyg, utils
 from insum_nn.ops.statements import in_a_graph
 from insum_nn.structure.gcn_norm import gcn_norm
 from insum_nn.structure.graph_entries import Flow, check_edge_index
@@ -36,41 +35,58 @@ class Normalised(_Weighted):
     def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Convolve; see the peer's `forward`."""
         layer: Any = self
-        own = not getattr(self, "cached", False) and not torch.jit.is_tracing() and not self._asks(edge_index)
-        if self.normalize and own:
+        own = not getattr(self, "cached", False) and not torch.jit.is_tracing()
+        if own and self.normalize and not self._asks(edge_index, x):
+            self._check_input(edge_index, None)
             edge_index, edge_weight = self._weighted(x, edge_index, edge_weight)
             layer = self._but(normalize=False)
         return self._peer.forward(layer, x, edge_index, edge_weight)  # type: ignore[attr-defined, no-any-return]
 
-    def _weighted(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _weighted(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the edges with self-loops and their weights, sorted by receivers where they are kept."""
         cached, nodes, flow = getattr(self, "cached", False), x.size(self.node_dim), cast("Flow", self.flow)
-        if not self.normalize or getattr(self, "_cached_edge_index", None) is not None:
-            return self._cached_edge_index if self.normalize else (edge_index, edge_weight)
-        if many := is_batched(edge_index):
+        sparse = utils.is_sparse(edge_index)
+        if self.normalize and getattr(self, "_cached_edge_index", None) is not None:
+            return self._cached_edge_index
+        if not (self.normalize or sparse):
+            return edge_index, edge_weight
+        if many := (not sparse and is_batched(edge_index)):
             if cached:
                 raise InsumShapeError(
                     "'cached=True' keeps one graph, and 'edge_index' is a batch of graphs under torch.vmap",
                     fix="make the layer without cached, or call it once with the graph that all calls share.",
                 )
             check_edge_index(edge_index, nodes)
-        unread = many or in_a_graph(x, edge_index) or edge_index.is_meta
+        unread = many or (not sparse and (in_a_graph(x, edge_index) or edge_index.is_meta))
         how = nodes, getattr(self, "improved", False), getattr(self, "add_self_loops", False), flow, x.dtype
         added = self._added if self.options.deterministic else None
-        normalise = partial(gcn_norm, edge_index, edge_weight, *how, fixed_size=unread, added=added)
+
+        def normalise() -> tuple[Tensor, Tensor]:
+            if not sparse:
+                return gcn_norm(edge_index, edge_weight, *how, fixed_size=unread, added=added)
+            # The peer adds self-loops to those that are there.
+            matrix = edge_index.coalesce() if isinstance(edge_index, Tensor) and edge_index.is_sparse else edge_index
+            matrix = pyg.conv.gcn_conv.gcn_norm(matrix, None, *how) if self.normalize else matrix
+            edges, weights = utils.to_edge_index(matrix[0] if isinstance(matrix, tuple) else matrix)
+            return edges.flip(0), weights.to(x.dtype)
 
         def in_order() -> tuple[Tensor, Tensor]:
             edges, weights = normalise()
-            order = stable_order(edges[1 if flow == "source_to_target" else 0], nodes)
+            rows = edge_index.size(0) if sparse else nodes
+            order = stable_order(edges[1 if flow == "source_to_target" else 0], rows)
             return edges.index_select(1, order), weights.index_select(0, order)
 
-        if cached:
+        if cached and self.normalize:
             self._cached_edge_index = normalise()
             return self._cached_edge_index
-        learned = edge_weight is not None and edge_weight.requires_grad and torch.is_grad_enabled()
+        of = [edge_index, edge_weight]
+        if sparse:
+            of = [edge_index] if isinstance(edge_index, Tensor) else edge_index.coo()
+        read = [tensor for tensor in of if tensor is not None]
+        learned = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in read])
         if unread or learned or is_transformed() or self.options.validate:
             return normalise()
-        return kept_edges([edge_index] if edge_weight is None else [edge_index, edge_weight], how, in_order)
+        return kept_edges(read, (self.normalize, *how), in_order)
 
 
 class SAGEConv(Convolution, pyg.conv.SAGEConv):  # type: ignore[misc]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.layers.graph.convolutions import Normalised
 from insum_nn.layers.graph.messages import OptTensor, pyg
@@ -38,7 +36,7 @@ class GCNConv(Normalised, pyg.conv.GCNConv):  # type: ignore[misc]
     PyTorch Geometric's own code, which forms one message per edge, runs where messages are needed: for explainers,
     hooks of `propagate`, `message`, `aggregate` or the module `aggr_module`, `decomposed_layers` above 1, an `aggr`
     that is no sum, mean, maximum or minimum, subclasses that define any of those methods, TorchScript, `EdgeIndex`, and
-    sparse adjacencies.
+    under torch.compile for sparse adjacencies, which are otherwise read, normalised and sorted once as edge lists are.
 
     Under `torch.compile`, which remembers no tensor from call to call, an edge list is normalised and sorted in every
     call. With `cached=True`, or an `Adjacency` in place of the edge list, compiled and exported graphs take the sorted
@@ -96,8 +94,8 @@ class GCNConv(Normalised, pyg.conv.GCNConv):  # type: ignore[misc]
             IndexError: a node lies outside.
         """
         if isinstance(edge_index, Adjacency):
-            return self._in_order(x, edge_index.value, partial(adjacency_product, adjacency=edge_index))
-        if self._asks(edge_index) or not isinstance(x, Tensor):
+            return self._of_matrix(x, edge_index)
+        if self._asks(edge_index, x) or not isinstance(x, Tensor):
             return self._peer.forward(self, x, edge_index, edge_weight)  # type: ignore[attr-defined, no-any-return]
         if x.dim() < 2 or not -x.dim() <= self.node_dim < x.dim() or self.node_dim in (-1, x.dim() - 1):
             raise InsumShapeError(
@@ -106,16 +104,15 @@ class GCNConv(Normalised, pyg.conv.GCNConv):  # type: ignore[misc]
                 fix="pass x of shape (n, in_channels).",
                 got=tuple(x.shape),
             )
-        self._check_input(edge_index, None)
+        size = self._check_input(edge_index, None)
         edges, weight = self._weighted(x, edge_index, edge_weight)
         if edges is (self._cached_edge_index or (None,))[0] and x.dim() == 2 and weight is not None:
-            matrix = self._matrix(edges, weight, x.size(0))
-            return self._in_order(x, weight, partial(adjacency_product, adjacency=matrix))
+            return self._of_matrix(x, self._matrix(edges, weight, x.size(0)))
+        return self._in_order(x, weight, lambda rows, bias: self._sum(edges, size, rows, bias, edge_weight=weight))
 
-        def product(rows: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-            return self._sum(edges, None, rows, bias, edge_weight=weight)
-
-        return self._in_order(x, weight, product)
+    def _of_matrix(self, x: Tensor, adjacency: Adjacency) -> Tensor:
+        options, value = self.options, adjacency.value
+        return self._in_order(x, value, lambda *rows: adjacency_product(rows[0], adjacency, rows[1], options=options))
 
     def _matrix(self, edges: Tensor, weight: Tensor, num_nodes: int) -> Adjacency:
         """Return the matrix of the edges that `cached` keeps, sorted once; a compiled graph takes it as its input."""
@@ -133,8 +130,8 @@ class GCNConv(Normalised, pyg.conv.GCNConv):  # type: ignore[misc]
         bias = cast("Tensor | None", self.bias)
         if not self._aggregates_first(x, weight):
             # As the sum's initial value the bias spares a pass over the output.
-            return product(self.lin(x), bias=bias, options=self.options)
-        out = self.lin(product(x, bias=None, options=self.options))
+            return product(self.lin(x), bias)
+        out = self.lin(product(x, None))
         return out if bias is None else out + bias
 
     def _aggregates_first(self, x: Tensor, edge_weight: Tensor | None) -> bool:

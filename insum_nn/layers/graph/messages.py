@@ -142,12 +142,14 @@ class MessageLayer(PeerLayer, pyg.MessagePassing):
         layer.__dict__.update(self.__dict__, **changed)
         return layer
 
-    def _asks(self, edge_index: Any) -> bool:
-        """Return whether messages are asked for, or the edges are no list of them."""
+    def _asks(self, edge_index: Any, x: Any = None) -> bool:
+        """Return whether messages are asked for, or the edges are no list of them, nor to be listed for features x."""
         # What tracers pass for a tensor is of classes of their own.
         plain = isinstance(edge_index, Tensor) and not isinstance(edge_index, EdgeIndex)
+        if not plain or edge_index.layout != torch.strided:
+            plain = x is not None and is_plain_eager(x) and utils.is_sparse(edge_index)
         kind, peer, own, combine = type(self), self._peer, self.__dict__, self.aggr_module
-        if not plain or edge_index.layout != torch.strided or self.explain or self._edge_mask is not None:
+        if not plain or self.explain or self._edge_mask is not None:
             return True
         if self.decomposed_layers != 1 or "" in self._aggregates(combine) or has_hooks(combine):
             return True

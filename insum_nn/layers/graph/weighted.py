@@ -158,10 +158,10 @@ class _OfBothEnds(Convolution):
     def _networks(self) -> Iterable[nn.Module]:
         return [self.nn]  # type: ignore[list-item]
 
-    def _asks(self, edge_index: Any) -> bool:
+    def _asks(self, edge_index: Any, x: Any = None) -> bool:
         firsts: list[Any] = [[*_layers(network), None][0] for network in self._networks()]
         linear = all([type(each) in (nn.Linear, pyg.Linear) and not has_hooks(each) for each in firsts])
-        return not linear or super()._asks(edge_index)
+        return not linear or super()._asks(edge_index, x)
 
     def _made(self, ends: Ends, features: dict[str, tuple[Any, Tensor]]) -> Message:
         """Return the message of networks whose first layers multiply features of both ends, and those of edges."""

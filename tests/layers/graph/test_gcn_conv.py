@@ -19,11 +19,13 @@ pytest.importorskip("torch_geometric")
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv import GCNConv as Peer
+from torch_geometric.typing import SparseTensor
 
 import insum_nn
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumShapeError
 from insum_nn.layers.graph import convolutions
+from insum_nn.layers.graph.convolutions import APPNP, LGConv, TAGConv
 from insum_nn.layers.graph.gcn_conv import GCNConv
 from insum_nn.ops.adjacency_product import ADJACENCY_PRODUCT
 from insum_nn.structure.gcn_norm import gcn_norm
@@ -220,14 +222,73 @@ def test_sparse_adjacency_written_to_is_read_again():
     assert torch.equal(after, layer(x, adj.clone()))
 
 
-def test_rectangular_adjacency_takes_the_peers_path():
+@pytest.mark.parametrize("shape", [(2, 5), (7, 5)])
+def test_rectangular_adjacency(shape: tuple[int, int]):
     ours, theirs = pair(3, 4, normalize=False)
-    rows, cols = torch.tensor([0, 1, 1]), torch.tensor([0, 4, 2])
-    adj = torch.sparse_coo_tensor(torch.stack([rows, cols]), torch.ones(3).double(), (2, 5), check_invariants=True)
+    rows, cols = torch.tensor([0, shape[0] - 1, 1]), torch.tensor([0, 4, 2])
+    adj = torch.sparse_coo_tensor(torch.stack([rows, cols]), torch.rand(3).double(), shape, check_invariants=True)
     x = torch.randn(5, 3, dtype=torch.float64)
     out = ours(x, adj.to_sparse_csr())
-    assert out.shape == (2, 4)
-    assert_matches(out, theirs(x, adj.to_sparse_csr()), dtype=torch.float64, kind="copy")
+    assert out.shape == (shape[0], 4)
+    assert_matches(out, theirs(x, adj.to_sparse_csr()), dtype=torch.float64, kind="sum")
+    for layer in (ours, theirs):
+        with pytest.raises((ValueError, RuntimeError)):
+            layer(x[:4], adj.to_sparse_csr())
+
+
+def test_sparse_adjacencies_run_the_statement(fused_calls: list[int]):
+    """Also one whose entries are in no order, or stand twice, and one that lists its entries by columns."""
+    graph = random_graph()
+    weight, x = torch.rand(graph.shape[1], dtype=torch.float64), torch.randn(NODES, 3, dtype=torch.float64)
+    twice = torch.sparse_coo_tensor(graph.flip(0), weight, (NODES, NODES), check_invariants=True)
+    columns = twice.to_dense().to_sparse_csc()
+    plain = [("normalize", False)], [("normalize", False), ("aggr", "mean")]
+    for kind in ([], [("add_self_loops", False)], [("improved", True)], *plain):
+        ours, theirs = pair(3, 4, **dict(kind))
+        for adj in (twice, *([columns] if kind in plain else [])):
+            got, want = ours(x, adj), theirs(x, twice.coalesce().to_sparse_csr())
+            assert_matches(got, want, dtype=torch.float64, kind="sum")
+        assert not twice.is_coalesced()
+    assert len(fused_calls) == 7
+    with pytest.raises(ValueError, match="Flow direction"):
+        GCNConv(3, 4, flow="target_to_source").double()(x, columns)
+
+
+def test_a_sparse_tensor_of_another_package(fused_calls: list[int]):
+    """What torch_geometric takes for `torch_sparse.SparseTensor`, which need not be installed."""
+
+    class Listed(SparseTensor):
+        def __init__(self, *parts: Tensor | None) -> None:
+            self.parts = parts
+
+        def size(self, _: int) -> int:
+            return NODES
+
+        def coo(self) -> tuple[Tensor | None, ...]:
+            return self.parts
+
+    graph = random_graph()
+    layer, x = GCNConv(3, 4, normalize=False).double(), torch.randn(NODES, 3, dtype=torch.float64)
+    weight = torch.rand(graph.shape[1], dtype=torch.float64, requires_grad=True)
+    for given in (weight, weight.detach(), None):
+        got, want = layer(x, Listed(graph[1], graph[0], given)), layer(x, graph, given)
+        assert_matches(got, want, dtype=torch.float64, kind="sum")
+        if given is weight:
+            found = [torch.autograd.grad(each.square().sum(), weight)[0] for each in (got, want)]
+            assert_matches(*found, dtype=torch.float64, kind="gradient")
+    assert len(fused_calls) == 6
+
+
+@pytest.mark.parametrize("kind", [TAGConv, LGConv, APPNP])
+def test_other_layers_take_sparse_adjacencies(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch):
+    arguments = {TAGConv: (3, 4), LGConv: (), APPNP: (3, 0.1)}[kind]
+    ours, graph = kind(*arguments).double(), random_graph()
+    theirs = kind.__bases__[-1](*arguments).double()
+    theirs.load_state_dict(ours.state_dict())
+    x, adj = torch.randn(NODES, 3).double(), adjacency(graph, torch.rand(graph.shape[1]).double(), "csr")
+    want = theirs(x, adj)
+    monkeypatch.setattr(torch.sparse, "mm", None)
+    assert_matches(ours(x, adj), want, dtype=torch.float64, kind="sum")
 
 
 @pytest.mark.parametrize("normalize", [False, True])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from insum_nn.errors import (
     InsumNameError,
     InsumRangeError,
     InsumShapeError,
-    MissingExtraError,
 )
 from insum_nn.layers.spconv import constants, cppcore, functional, ops
 from insum_nn.layers.spconv.core import Activation, ImplicitGemmIndiceData, IndiceData, expand_nd, scatter_nd
@@ -382,21 +380,6 @@ def test_constants_are_facts_and_hints(monkeypatch):
             setattr(constants, name, value)
     assert isinstance(cppcore.get_current_stream(), int)
     assert len(cppcore.get_arch()) == 2
-    # cumm's tensors, where it is installed; here by one that notes what it is asked for.
-    monkeypatch.setitem(sys.modules, "cumm", None)
-    with pytest.raises(MissingExtraError, match="pip install cumm"):
-        cppcore.torch_tensor_to_tv(torch.ones(2))
-    tv = ModuleType("cumm.tensorview")
-    tv.from_blob = lambda *arguments: arguments
-    tv.from_blob_strided = lambda *arguments: arguments
-    tv.float32, tv.uint32 = 7, 9
-    monkeypatch.setitem(sys.modules, "cumm", ModuleType("cumm"))
-    monkeypatch.setitem(sys.modules, "cumm.tensorview", tv)
-    grid = torch.ones(4, 6)
-    assert next(cppcore.torch_tensors_to_tv(grid.T)) == (grid.data_ptr(), [6, 4], [1, 6], 7, -1)
-    assert cppcore.torch_tensor_to_tv(grid, tv.uint32, [24]) == (grid.data_ptr(), [24], 9, -1)
-    with pytest.raises(InsumDtypeError, match="'ten' must be .*got torch.complex64"):
-        cppcore.torch_tensor_to_tv(grid.to(torch.complex64))
 
 
 def test_modules_of_several_tensors():

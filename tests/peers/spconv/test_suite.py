@@ -33,7 +33,7 @@ def test_our_modules_answer_to_the_names_of_spconv():
         "from spconv.pytorch.core import IndiceData, ImplicitGemmIndiceData, expand_nd, scatter_nd\n"
         "from spconv.pytorch.conv import SparseConvolutionBase\n"
         "from spconv.pytorch.hash import HashTable\n"
-        "from spconv.pytorch.cppcore import torch_tensor_to_tv, get_current_stream\n"
+        "from spconv.pytorch.cppcore import get_current_stream\n"
         "from spconv.pytorch import functional as Fsp\n"
         "from spconv.pytorch.modules import SparseModule\n"
         "ours = [spconv.SubMConv3d, PointToVoxel, Fsp.sparse_add, SparseModule, ConvAlgo]\n"
