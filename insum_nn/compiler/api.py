@@ -47,10 +47,10 @@ from insum_nn.compiler.runtime.modes import (
 )
 from insum_nn.compiler.runtime.multilinear import (
     BoundSums,
-    joint_gradients,
+    Sums,
     multilinear,
-    multilinear_jointly,
-    multilinear_traced,
+    multilinear_gradients,
+    unrecorded,
 )
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, Shape
@@ -71,6 +71,7 @@ __all__ = [
     "Explanation",
     "Program",
     "StatementsProgram",
+    "Sums",
     "built_program",
     "by_table",
     "call_step",
@@ -86,14 +87,12 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "joined_programs",
-    "joint_gradients",
     "keep_bitmasks",
     "keep_inner",
     "keep_lengths",
     "many_by_columns",
     "multilinear",
-    "multilinear_jointly",
-    "multilinear_traced",
+    "multilinear_gradients",
     "needed_gradients",
     "options_text",
     "pairs_are_faster",
@@ -110,6 +109,7 @@ __all__ = [
     "takes_columns",
     "to_autocast",
     "under_autocast",
+    "unrecorded",
     "without_autocast",
 ]
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import BoundSums, Program, built_program, many_by_columns, multilinear, takes_columns
+from insum_nn.compiler.api import BoundSums, Program, built_program, many_by_columns, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -295,7 +295,7 @@ class BlockColumns(BoundSums):
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return (n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
-        return multilinear(self, "Y", weight, x, initial=bias)
+        return self.in_modes("Y", {"W": weight, "X": x}, bias)
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None

@@ -342,15 +342,16 @@ def _table_conv(
         # Which forgets what is kept.
         kernel_map.validate()
         kept = _Kept(options)
-    # Under autocast the operands are cast later.
-    dtype = product_dtype(features) if torch._C._is_any_autocast_enabled() else features.dtype
+    if torch._C._is_any_autocast_enabled():
+        features, weight = to_autocast(features), to_autocast(weight)
+    dtype = features.dtype
     if not kept.sent and weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(dtype):
         # The list of pairs needs their number on the host.
         kernel_map.send_counts()
         kept.sent = True
     initial = None if bias is None or bias.dtype != dtype else _split(bias, groups)
     conv = _Conv(kernel_map, groups, options, kept)
-    result = multilinear(conv, "Out", features, weight, initial=initial, plain=True)
+    result = multilinear(conv, ("Out",), {"In": features, "W": weight}, initial, plain=True)["Out"]
     return result if bias is None or initial is not None else result + bias.to(result.dtype)
 
 
