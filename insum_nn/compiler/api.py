@@ -18,14 +18,15 @@ from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
+from insum_nn.compiler.runtime.artifact import Artifact
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
-from insum_nn.compiler.runtime.composite.joined_programs import joined_programs
 from insum_nn.compiler.runtime.composite.statement_choice import (
     LONG_SUM,
     MOST_CELLS,
     MOST_TERMS,
     by_table,
     fits_between,
+    fits_both_ends,
     many_by_columns,
     pairs_are_faster,
     paths_are_products,
@@ -50,7 +51,6 @@ from insum_nn.compiler.runtime.multilinear import (
     Sums,
     multilinear,
     multilinear_gradients,
-    unrecorded,
 )
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, Shape
@@ -67,6 +67,7 @@ __all__ = [
     "LONG_SUM",
     "MOST_CELLS",
     "MOST_TERMS",
+    "Artifact",
     "BoundSums",
     "Explanation",
     "Program",
@@ -79,6 +80,7 @@ __all__ = [
     "compile",
     "compile_built",
     "fits_between",
+    "fits_both_ends",
     "for_each_vector",
     "graph_constant",
     "inline_by_rows",
@@ -86,7 +88,6 @@ __all__ = [
     "is_plain_eager",
     "is_traced",
     "is_transformed",
-    "joined_programs",
     "keep_bitmasks",
     "keep_inner",
     "keep_lengths",
@@ -109,7 +110,6 @@ __all__ = [
     "takes_columns",
     "to_autocast",
     "under_autocast",
-    "unrecorded",
     "without_autocast",
 ]
 

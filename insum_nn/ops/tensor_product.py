@@ -41,7 +41,6 @@ from insum_nn.compiler.api import (
     needed_gradients,
     records_graph,
     statement_calls,
-    unrecorded,
     without_autocast,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
@@ -129,9 +128,8 @@ def checked_product(
         return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
             text, "z", x, y, weight, receivers, senders, _OF_X, given
         )
-    if weight.device != x.device:
-        # Where there are no weights, their device does not matter.
-        weight = weight.to(x.device)
+    # Where there are no weights, their device does not matter.
+    weight = weight.to(x.device)
     num_x = x.shape[0]
     num_z = (num_x if num_receivers is None else num_receivers) if senders is not None else num_x
     return _Sums(text, receivers, senders, num_x, num_z).in_modes("z", {"x": x, "y": y, "w": weight})
@@ -192,12 +190,13 @@ def explain_tensor_product(
     # How these were computed last.
     for what, requested, grads in (("gradients", "xyw", ()), ("second gradients", "xywz", ("x", "y", "w"))):
         for joint in roles_of(layout, requested, x.device, x.dtype, grads).joint:
-            if joint.programs.reason:
-                how, why = joint.programs.reason.split(": ", 1)
-                explained = explained.with_choice(what, f"of {', '.join(joint.results)} {how}", why)
+            if joint.reason:
+                how, why = joint.reason.split(": ", 1)
+                explained = explained.with_choice(what, f"of {', '.join(joint.roles)} {how}", why)
     return explained
 
 
+Factors = Mapping[str, Tensor]
 # Stands for a number of rows: as many as the operator's first tensor has. Only used where the output is computed, whose
 # first tensor is `x`.
 _OF_X = -1
@@ -240,36 +239,30 @@ class _Sums(NamedTuple):
         count = self.num_x if self.senders is None else self.senders.shape[0]
         return {"x": self.num_x, "y": count, "w": count, "z": self.num_z}
 
-    def reads(self, operands: Mapping[str, Tensor]) -> Operands:
+    def reads(self, operands: Factors) -> Operands:
         """Return all that the statements of a call read."""
         if self.receivers is None or self.senders is None:
             return {**operands}
         return {**operands, "Dst": self.receivers, "Src": self.senders}
 
-    def key(self, operands: Mapping[str, Tensor]) -> Hashable:
+    def key(self, operands: Factors) -> Hashable:
         """Return what decides the shapes and dtypes of a call."""
         kinds = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
         edges = None if self.senders is None else (self.senders.shape[0], self.senders.dtype)
         return kinds, edges, self.num_x, self.num_z, torch._C._get_deterministic_algorithms()
 
     def run(
-        self,
-        requested: Sequence[str],
-        operands: Mapping[str, Tensor],
-        initial: Tensor | None = None,
-        *,
-        plain: bool = False,
+        self, requested: Sequence[str], operands: Factors, initial: Tensor | None = None, *, plain: bool = False
     ) -> dict[str, Tensor]:
         some = next(iter(operands.values()))
         device, dtype = some.device, some.dtype
         layout, rows, read = layout_of(self.text), self.rows, self.reads(operands)
-        if not plain and not is_plain_eager(*read.values()):
-            return {role: role_of(layout, role, device, dtype)(read, rows[role]) for role in requested}
-        return roles_of(layout, requested, device, dtype)(read, rows, self.key(operands))
+        with without_autocast(device):
+            if not plain and not is_plain_eager(*read.values()):
+                return {role: role_of(layout, role, device, dtype)(read, rows[role]) for role in requested}
+            return roles_of(layout, requested, device, dtype)(read, rows, self.key(operands))
 
-    def totals(
-        self, grads: Mapping[str, Tensor], requested: Sequence[str], operands: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def totals(self, grads: Factors, requested: Sequence[str], operands: Factors) -> dict[str, Tensor]:
         layout = layout_of(self.text)
         if self.senders is None or not is_plain_eager(*self.indices):
             return {}
@@ -281,7 +274,7 @@ class _Sums(NamedTuple):
         roles = roles_of(layout, requested, some.device, some.dtype, tuple(grads))
         return roles.jointly(every, self.rows, self.key(operands))
 
-    def in_modes(self, requested: str, operands: Mapping[str, Tensor], initial: Tensor | None = None) -> Tensor:
+    def in_modes(self, requested: str, operands: Factors, initial: Tensor | None = None) -> Tensor:
         factors, ends = {role: operands[role] for role in others(requested)}, self.indices
         if is_plain_eager(*factors.values(), *ends):
             sums = self
@@ -296,7 +289,7 @@ class _Sums(NamedTuple):
             )
         if not torch.compiler.is_compiling() and is_transformed():
             # Transforms go through the programs, which know them; a registered operator does not.
-            return unrecorded(self, requested, operands)[requested]
+            return self.run(requested, operands)[requested]
         if is_traced(*given) and not records_graph(given[:3]):
             return torch.ops.insum_nn.tensor_product_call(  # type: ignore[no-any-return]
                 self.text, requested, *given, self.num_x, self.num_z
@@ -346,7 +339,7 @@ torch.library.impl("insum_nn::tensor_product_right", "CompositeImplicitAutograd"
 @torch.library.custom_op("insum_nn::tensor_product_call", mutates_args=(), schema=_SCHEMA)
 def _operator(spec: str, role: str, *operands: Any) -> Tensor:
     sums, given = _sums_of(spec, role, *operands)
-    return unrecorded(sums, role, given)[role]
+    return sums.run(role, given)[role]
 
 
 @_operator.register_fake

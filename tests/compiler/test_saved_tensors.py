@@ -154,7 +154,7 @@ def test_parts_of_gradients_are_freed_once_they_were_added():
     """Those of weights of edges are as large as all else of a layer together."""
     named = {name: torch.rand(5, dtype=torch.float64, requires_grad=True) for name in "xywz"}
     sums = Products()
-    made = multilinear(sums, ("x", "y", "w"), named)
+    made = multilinear(sums, ("x", "y", "w"), named, plain=True)
     got = torch.autograd.grad(sum(each.sum() for each in made.values()), list(named.values()))
     # The results, then the first parts of all gradients.
     assert sums.alive == [0, 3, 6, 7]
@@ -181,7 +181,7 @@ def test_torch_adds_to_gradients_in_place():
     """Of a tensor that several calls read: a sum in new memory is a third tensor of that size."""
     leaves = {name: torch.rand(5, dtype=torch.float64, requires_grad=True) for name in "xyw"}
     named = {name: leaf * 1 for name, leaf in leaves.items()}
-    made = [multilinear(Views(), ("z",), named)["z"] for _ in range(2)]
+    made = [multilinear(Views(), ("z",), named, plain=True)["z"] for _ in range(2)]
     with torch.profiler.profile() as profile:
         torch.autograd.backward(made, [torch.ones_like(each) for each in made])
     names = [event.name for event in profile.events() or ()]

@@ -20,7 +20,7 @@ from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.runtime.recorded import Recorded, record
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
-__all__ = ["BoundSums", "Sums", "multilinear", "multilinear_gradients", "unrecorded"]
+__all__ = ["BoundSums", "Sums", "multilinear", "multilinear_gradients"]
 
 Operands = Mapping[str, Tensor]
 
@@ -95,23 +95,23 @@ class BoundSums(Sums, ABC):
         self, requested: Sequence[str], operands: Operands, initial: Tensor | None = None, *, plain: bool = False
     ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        made: dict[str, Tensor] = {}
+        made: dict[str, Tensor] | None = {} if plain else None
         for name in requested:
             program, read, shape = self.call(name, tuple(map(operands.__getitem__, self.operands[name])), made)
-            found[name] = self.result(name, program.run_plain(read, shape, _in_axes(initial, shape)))
+            if initial is not None and initial.ndim != len(shape) - 1:
+                initial = initial.reshape(shape[1:])
+            if plain:
+                written = program.run_plain(read, shape, initial)
+            else:
+                written = program(tensors=program.named(read, initial), out_shape=shape)
+            found[name] = self.result(name, written)
         return found
 
     def in_modes(self, requested: str, operands: Operands, initial: Tensor | None = None) -> Tensor:
-        """Compute it by a program, which follows every mode and has derivatives of its own."""
+        """Compute it; where it is not plain by a program, which follows every mode and has derivatives of its own."""
         if is_plain_eager(*operands.values(), initial):
             return multilinear(self, (requested,), operands, initial, plain=True)[requested]
-        program, read, shape = self.call(requested, tuple(map(operands.__getitem__, self.operands[requested])), None)
-        return self.result(requested, program(tensors=program.named(read, _in_axes(initial, shape)), out_shape=shape))
-
-
-def _in_axes(initial: Tensor | None, shape: tuple[Any, ...]) -> Tensor | None:
-    """Cut an initial value of every row (n,) into the other axes of a statement's output."""
-    return initial if initial is None or initial.ndim == len(shape) - 1 else initial.reshape(shape[1:])
+        return self.run((requested,), operands, initial)[requested]
 
 
 def multilinear(
@@ -139,17 +139,11 @@ def multilinear(
                 call = _Call(sums, names, tuple(given), plain)
                 made: Any = apply(call, initial, *given.values(), *sums.indices)
                 return {names[0]: made} if isinstance(made, Tensor) else dict(zip(names, made, strict=True))
-    return unrecorded(sums, requested, operands, initial, plain=plain)
-
-
-def unrecorded(
-    sums: Sums, requested: Sequence[str], operands: Operands, initial: Tensor | None = None, *, plain: bool = False
-) -> dict[str, Tensor]:
-    """Compute the same without a record: operands have their dtypes already."""
-    if plain and torch.is_grad_enabled():
-        with torch.no_grad():
-            return unrecorded(sums, requested, operands, initial, plain=True)
+        if plain:
+            with torch.no_grad():
+                return multilinear(sums, requested, operands, initial, plain=True)
     if torch._C._is_any_autocast_enabled():
+        # Operands have their dtypes already.
         with without_autocast(next(iter(operands.values())).device):
             return sums.run(requested, operands, initial, plain=plain)
     return sums.run(requested, operands, initial, plain=plain)
@@ -189,7 +183,7 @@ class _Call(NamedTuple):
         ctx.save_for_backward(*[t if count > own else None for t, own in zip(tensors, needed, strict=True)])
         ctx.set_materialize_grads(False)
         ctx.initial_shape = None if initial is None else initial.shape
-        made = unrecorded(sums, requested, dict(zip(read, tensors, strict=False)), initial, plain=plain)
+        made = multilinear(sums, requested, dict(zip(read, tensors, strict=False)), initial, plain=plain)
         return made[requested[0]] if len(requested) == 1 else tuple(map(made.__getitem__, requested))
 
     def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -203,8 +197,11 @@ class _Call(NamedTuple):
         for left, grad in zip(made, grads, strict=True):
             if grad is not None:
                 given[left] = grad
-        plain = is_plain_eager(*operands.values(), *given.values())
+        plain = self.plain and is_plain_eager(*given.values())
         recorded = torch.is_grad_enabled()
+        if len(made) == 1 and given and needed:
+            total = multilinear_gradients(sums, made[0], needed, {**operands, **given}, plain=plain)
+            given = {}
         if len(given) > 1 and plain and not recorded:
             with without_autocast(next(iter(given.values())).device):
                 total = sums.totals(given, needed, operands)
