@@ -18,14 +18,15 @@ from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
+from insum_nn.compiler.runtime.artifact import Artifact
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
-from insum_nn.compiler.runtime.composite.joined_programs import joined_programs
 from insum_nn.compiler.runtime.composite.statement_choice import (
     LONG_SUM,
     MOST_CELLS,
     MOST_TERMS,
     by_table,
     fits_between,
+    fits_both_ends,
     many_by_columns,
     pairs_are_faster,
     paths_are_products,
@@ -47,10 +48,9 @@ from insum_nn.compiler.runtime.modes import (
 )
 from insum_nn.compiler.runtime.multilinear import (
     BoundSums,
-    joint_gradients,
+    Sums,
     multilinear,
-    multilinear_jointly,
-    multilinear_traced,
+    multilinear_gradients,
 )
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, Shape
@@ -67,10 +67,12 @@ __all__ = [
     "LONG_SUM",
     "MOST_CELLS",
     "MOST_TERMS",
+    "Artifact",
     "BoundSums",
     "Explanation",
     "Program",
     "StatementsProgram",
+    "Sums",
     "built_program",
     "by_table",
     "call_step",
@@ -78,6 +80,7 @@ __all__ = [
     "compile",
     "compile_built",
     "fits_between",
+    "fits_both_ends",
     "for_each_vector",
     "graph_constant",
     "inline_by_rows",
@@ -85,15 +88,12 @@ __all__ = [
     "is_plain_eager",
     "is_traced",
     "is_transformed",
-    "joined_programs",
-    "joint_gradients",
     "keep_bitmasks",
     "keep_inner",
     "keep_lengths",
     "many_by_columns",
     "multilinear",
-    "multilinear_jointly",
-    "multilinear_traced",
+    "multilinear_gradients",
     "needed_gradients",
     "options_text",
     "pairs_are_faster",

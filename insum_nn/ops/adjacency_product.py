@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import built_program, inline_by_rows, is_traced, multilinear_traced, options_text
+from insum_nn.compiler.api import Sums, built_program, inline_by_rows, is_traced, options_text
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDeviceError
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -70,7 +70,8 @@ def adjacency_product(
     return out if bias is None or initial is not None else out + bias
 
 
-class _Sums(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Sums(Sums):
     """The sums of a matrix over its entries: for receivers, for senders, and one number per entry.
 
     A graph that torch records takes the matrix and its transpose as inputs, and gradients are products with either.
@@ -85,14 +86,18 @@ class _Sums(NamedTuple):
     learned: bool
     options: Options
 
-    operands = MappingProxyType({"Out": ("Val", "X"), "X": ("Val", "Out"), "Val": ("Out", "X")})
+    def run(
+        self, requested: Sequence[str], operands: Mapping[str, Tensor], initial: Tensor | None = None, **_: bool
+    ) -> dict[str, Tensor]:
+        return {name: self._by_program(name, operands, initial) for name in requested}
 
-    def in_modes(self, requested: str, operands: tuple[Tensor, ...], initial: Tensor | None = None) -> Tensor:
-        own, (a, b) = self.adjacency, operands
+    def _by_program(self, requested: str, operands: Mapping[str, Tensor], initial: Tensor | None) -> Tensor:
+        own = self.adjacency
         row, col, begin = own.row, own.col, own.begin
         if requested == "Val":
-            named = {"Row": row, "Col": col, "A": a, "B": b}
+            named = {"Row": row, "Col": col, "A": operands["Out"], "B": operands["X"]}
             return built_program(_COMPARE, _FACTS, self.options)(tensors=named, out_shape=(row.shape[0],))
+        a, b = operands["Val"], operands["Out" if requested == "X" else "X"]
         if requested == "X":
             row, col, begin = own.t_row, own.t_col, own.t_begin
             a = a.index_select(0, own.order) if self.learned else own.t_value.to(b.dtype)
@@ -117,4 +122,5 @@ def _composite(x: Tensor, adjacency: list[Tensor], initial: Tensor | None, optio
     if not is_traced(x, matrix.value, initial):
         return adjacency_product(x, matrix, initial, options=chosen)
     learned = torch.is_grad_enabled() and matrix.value.requires_grad
-    return multilinear_traced(_Sums(matrix, learned, chosen), "Out", matrix.value.to(x.dtype), x, initial=initial)
+    operands = {"Val": matrix.value.to(x.dtype), "X": x}
+    return _Sums(matrix, learned, chosen).in_modes("Out", operands, initial)

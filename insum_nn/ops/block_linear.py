@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import BoundSums, Program, built_program, many_by_columns, multilinear, takes_columns
+from insum_nn.compiler.api import BoundSums, Program, built_program, many_by_columns, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -174,7 +174,9 @@ def _apply(
     m, k = shape
     a, b = (1, 1) if weight.ndim == 1 else static_shape(weight)[-2:]
     grid = rows, cols = -(-m // a), -(-k // b)
-    x, columns = _samples(input, k, cols * b), False
+    flat = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), k)
+    # With zeros after the last feature.
+    x, columns = pad_axis(flat, 1, cols * b), False
     if stored:
         samples, values = x, weight
         if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
@@ -202,12 +204,6 @@ def _apply(
         result = result + bias.type_as(result)
     # Each view of a recorded tensor adds a node to the backward graph.
     return (result if input.ndim == 2 else result.reshape(*input.shape[:-1], m)).contiguous()
-
-
-def _samples(input: Tensor, k: int, padded: int) -> Tensor:
-    """Return an input (..., k) as (n, padded), with zeros after the last feature."""
-    flat = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), k)
-    return flat if padded == k else pad_axis(flat, 1, padded)
 
 
 def _check(input: Tensor, weight: Tensor, shape: tuple[int, ...], bias: Tensor | None) -> None:
@@ -295,7 +291,7 @@ class BlockColumns(BoundSums):
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return (n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
-        return multilinear(self, "Y", weight, x, initial=bias)
+        return self.in_modes("Y", {"W": weight, "X": x}, bias)
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None

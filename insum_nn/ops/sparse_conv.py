@@ -20,9 +20,9 @@ The table holds every pair of any map: at one offset an output has at most one i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -268,15 +268,14 @@ def _check_weight(
 
 # Over the table.
 
-Kind = Literal["Out", "In", "W"]
 # Puts tensors into the order in which a program takes them by position.
 _Arrange = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-# A statement over a map: its program, its index tensors, and its output's shape.
-_Bound = tuple[Program, _Arrange, tuple[Tensor, ...], tuple[int | None, ...]]
+# A statement over a map: its program, its index tensors, its output's shape, and its options.
+_Bound = tuple[Program, _Arrange, tuple[Tensor, ...], tuple[int | None, ...], Options]
 
 # For each result, the two tensors that are contracted.
-_OPERANDS: dict[Kind, tuple[Kind, Kind]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
-_TEXTS: dict[Kind, str] = {
+_OPERANDS: dict[str, tuple[str, ...]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
+_TEXTS: dict[str, str] = {
     "Out": "Out[{output},{h}d] += In[{input},{h}c] * W[{h}d,{cell},c]",
     "In": "dIn[{input},{h}c] += dOut[{output},{h}d] * W[{h}d,{cell},c]",
     "W": "dW[{h}d,{cell},c] += dOut[{output},{h}d] * In[{input},{h}c]",
@@ -292,7 +291,7 @@ _KNOWN: dict[IndexForm, NamedFacts] = {"pairs": FACTS, "table": TABLE_FACTS, "li
 
 
 # Each statement, and its tensors as they are given: those of `_OPERANDS`, then the index tensors.
-_STATEMENTS: dict[tuple[Kind, bool, IndexForm], tuple[str, tuple[str, ...]]] = {
+_STATEMENTS: dict[tuple[str, bool, IndexForm], tuple[str, tuple[str, ...]]] = {
     (kind, grouped, form): (
         text.format(h="h," if grouped else "", **(_INVERSE if (kind, form) == ("In", "table") else subscripts)),
         (*["dOut" if name == "Out" else name for name in _OPERANDS[kind]], *_KNOWN[form]),
@@ -329,79 +328,58 @@ def _table_conv(
         `Out`, (m, O); `None` where it goes by pairs: on other devices, under modes, for the largest tables; and where
         the operands do not fit.
     """
-    of_map = kernel_map.calls
-    kept: _Kept | None = of_map.get((groups, id(options)))
-    if kept is None:
+    if not by_table(features.device, options):
+        return None
+    if not kernel_map.calls:
         rows = max(kernel_map.inputs.indices.shape[0], kernel_map.outputs.indices.shape[0])
-        if not by_table(features.device, options) or kernel_map.geometry.volume * rows > MOST_ENTRIES:
+        if kernel_map.geometry.volume * rows > MOST_ENTRIES:
             return None
-        kept = of_map[groups, id(options)] = _Kept(options)
     if not is_plain_eager(features, weight, bias) or not _fit(features, weight, kernel_map, bias, groups):
         return None
     if options.validate:
         # Which forgets what is kept.
         kernel_map.validate()
-        kept = _Kept(options)
-    # Under autocast the operands are cast later.
-    dtype = product_dtype(features) if torch._C._is_any_autocast_enabled() else features.dtype
-    if not kept.sent and weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(dtype):
+    if torch._C._is_any_autocast_enabled():
+        features, weight = to_autocast(features), to_autocast(weight)
+    dtype = features.dtype
+    if weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(dtype):
         # The list of pairs needs their number on the host.
         kernel_map.send_counts()
-        kept.sent = True
     initial = None if bias is None or bias.dtype != dtype else _split(bias, groups)
-    conv = _Conv(kernel_map, groups, options, kept)
-    result = multilinear(conv, "Out", features, weight, initial=initial, plain=True)
+    conv = _Conv(kernel_map, groups, options)
+    result = multilinear(conv, ("Out",), {"In": features, "W": weight}, initial, plain=True)["Out"]
     return result if bias is None or initial is not None else result + bias.to(result.dtype)
 
 
-class _Kept:
-    """What is kept with a map for convolutions of some options, which must not hold the map itself.
-
-    Attributes:
-        options: these; as long as they live, so does their identity, by which this is found.
-        calls: statements over the map.
-        sent: the numbers of pairs were sent to the host.
-    """
-
-    __slots__ = ("calls", "options", "sent")
-
-    def __init__(self, options: Options) -> None:
-        self.options, self.sent = options, False
-        self.calls: dict[tuple[Kind, IndexForm], _Bound] = {}
-
-
 class _Conv(BoundSums):
-    """The three sums of a convolution over one map."""
+    """The three sums of a convolution over one map, which keeps their statements."""
 
-    __slots__ = ("groups", "kept", "kernel_map", "options")
-    operands: Mapping[str, tuple[str, ...]] = _OPERANDS  # type: ignore[assignment]
+    operands = _OPERANDS
 
-    def __init__(self, kernel_map: KernelMap, groups: int, options: Options, kept: _Kept) -> None:
-        self.kernel_map, self.groups, self.options, self.kept = kernel_map, groups, options, kept
+    def __init__(self, kernel_map: KernelMap, groups: int, options: Options) -> None:
+        self.kernel_map, self.groups, self.options, self.calls = kernel_map, groups, options, kernel_map.calls
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
     ) -> tuple[Program, Sequence[Tensor], tuple[int | None, ...]]:
-        kind, (a, b) = cast("Kind", requested), operands
-        if made is None:
-            form: IndexForm = "pairs"
-            a, b = self._with_axes(kind, a, b)
-        else:
+        kind, (a, b), groups = requested, operands, self.groups
+        form: IndexForm = "pairs"
+        if made is not None:
             form = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
             # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
-            if not a.is_contiguous():
-                a = a.contiguous()
-            if not b.is_contiguous():
-                b = b.contiguous()
-            if self.groups > 1:
-                a, b = self._with_axes(kind, a, b)
-            elif kind != "W":
-                # The cells of the weight's kernel as one axis, as the statement reads them.
-                b = b.flatten(1, -2)
-        found = self.kept.calls.get((kind, form))
+            a, b = a.contiguous(), b.contiguous()
+        # Groups of channels, and the cells of the weight's kernel, are axes of a statement's operands.
+        if kind != "W":
+            b = b.flatten(1, -2)
+        if groups > 1:
+            a = _split(a, groups)
+            b = _split(b, groups) if kind == "W" else b.unflatten(0, (groups, b.shape[0] // groups))
+        # As long as `options` are kept, so is their identity.
+        key = (kind, form, groups, id(self.options))
+        found = self.calls.get(key)
         if found is None:
-            found = self.kept.calls[kind, form] = _bound(kind, form, self.kernel_map, self.groups, self.options)
-        program, arrange, indices, shape = found
+            found = self.calls[key] = _bound(kind, form, self.kernel_map, groups, self.options)
+        program, arrange, indices, shape, _ = found
         return program, arrange((a, b, *indices)), shape
 
     def result(self, requested: str, written: Tensor) -> Tensor:
@@ -409,16 +387,8 @@ class _Conv(BoundSums):
             return written.flatten(0, -3).unflatten(1, self.kernel_map.geometry.kernel_size)
         return written if self.groups == 1 else written.flatten(1)
 
-    def _with_axes(self, kind: Kind, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the operands as a statement reads them: groups of channels, and the kernel's cells, as axes."""
-        groups = self.groups
-        if kind == "W":
-            return _split(a, groups), _split(b, groups)
-        cells = b.flatten(1, -2)
-        return _split(a, groups), cells if groups == 1 else cells.unflatten(0, (groups, cells.shape[0] // groups))
 
-
-def _bound(kind: Kind, form: IndexForm, kernel_map: KernelMap, groups: int, options: Options) -> _Bound:
+def _bound(kind: str, form: IndexForm, kernel_map: KernelMap, groups: int, options: Options) -> _Bound:
     if kind == "W":
         shape = (*_AXES[int(groups > 1)], kernel_map.geometry.volume, None)
     else:
@@ -438,4 +408,4 @@ def _bound(kind: Kind, form: IndexForm, kernel_map: KernelMap, groups: int, opti
     text, names = _STATEMENTS[kind, groups > 1, form]
     program = built_program(text, _KNOWN[form], options)
     arrange = itemgetter(*map(names.index, program.names))
-    return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape
+    return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape, options

@@ -8,17 +8,17 @@ How the output is computed:
 
 1. `tensor_product`, or a layer, checks its arguments and calls `checked_product`.
 2. `_Sums.in_modes` decides by what torch is doing. Where it traces, the call becomes one of the operators registered
-   at the end of this file. Else `multilinear_jointly` (`compiler/runtime/multilinear.py`) runs it, and records it for
+   at the end of this file. Else `multilinear` (`compiler/runtime/multilinear.py`) runs it, and records it for
    autograd as one node.
 3. `_Sums.run` computes the requested roles by `Roles`: several at once, or each by its `Role` (both in
    `tensor_product_roles.py`).
 4. A `Role` has a step for each of its statements (`tensor_product_statement.py`), one for each group of paths that have
    a mode and multiplicities in common. A step names the tensors that the statement reads and calls its `program`.
 
-The gradients are the roles of the operands that need one: `joint_gradients` asks `_Sums.derivative` which sums these
-are, and continues at 2. Derivatives of a higher order go the same way again: the gradient of an operand of several
-roles that were computed at once is a sum of roles, and of a convolution on a GPU `_Sums.totals` makes all these sums by
-one kernel, or by two where none may be added up in memory.
+The gradients are the roles of the operands that need one: `multilinear_gradients` asks `_Sums.derivative` which sums
+these are, and continues at 2. Derivatives of a higher order go the same way again: the gradient of an operand of
+several roles that were computed at once is a sum of roles, and of a convolution on a GPU `_Sums.totals` makes all these
+sums by one kernel, or by two where none may be added up in memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from insum_nn.compiler.api import (
     is_plain_eager,
     is_traced,
     is_transformed,
-    joint_gradients,
-    multilinear_jointly,
+    multilinear,
+    multilinear_gradients,
     needed_gradients,
     records_graph,
     statement_calls,
-    under_autocast,
     without_autocast,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
@@ -129,6 +128,8 @@ def checked_product(
         return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
             text, "z", x, y, weight, receivers, senders, _OF_X, given
         )
+    # Where there are no weights, their device does not matter.
+    weight = weight.to(x.device)
     num_x = x.shape[0]
     num_z = (num_x if num_receivers is None else num_receivers) if senders is not None else num_x
     return _Sums(text, receivers, senders, num_x, num_z).in_modes("z", {"x": x, "y": y, "w": weight})
@@ -189,12 +190,13 @@ def explain_tensor_product(
     # How these were computed last.
     for what, requested, grads in (("gradients", "xyw", ()), ("second gradients", "xywz", ("x", "y", "w"))):
         for joint in roles_of(layout, requested, x.device, x.dtype, grads).joint:
-            if joint.programs.reason:
-                how, why = joint.programs.reason.split(": ", 1)
-                explained = explained.with_choice(what, f"of {', '.join(joint.results)} {how}", why)
+            if joint.reason:
+                how, why = joint.reason.split(": ", 1)
+                explained = explained.with_choice(what, f"of {', '.join(joint.roles)} {how}", why)
     return explained
 
 
+Factors = Mapping[str, Tensor]
 # Stands for a number of rows: as many as the operator's first tensor has. Only used where the output is computed, whose
 # first tensor is `x`.
 _OF_X = -1
@@ -237,34 +239,30 @@ class _Sums(NamedTuple):
         count = self.num_x if self.senders is None else self.senders.shape[0]
         return {"x": self.num_x, "y": count, "w": count, "z": self.num_z}
 
-    def reads(self, operands: Mapping[str, Tensor]) -> Operands:
+    def reads(self, operands: Factors) -> Operands:
         """Return all that the statements of a call read."""
         if self.receivers is None or self.senders is None:
             return {**operands}
         return {**operands, "Dst": self.receivers, "Src": self.senders}
 
-    def key(self, operands: Mapping[str, Tensor]) -> Hashable:
+    def key(self, operands: Factors) -> Hashable:
         """Return what decides the shapes and dtypes of a call."""
         kinds = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
         edges = None if self.senders is None else (self.senders.shape[0], self.senders.dtype)
         return kinds, edges, self.num_x, self.num_z, torch._C._get_deterministic_algorithms()
 
     def run(
-        self, requested: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
+        self, requested: Sequence[str], operands: Factors, initial: Tensor | None = None, *, plain: bool = False
     ) -> dict[str, Tensor]:
         some = next(iter(operands.values()))
         device, dtype = some.device, some.dtype
-        if torch._C._is_any_autocast_enabled() and under_autocast(device):
-            with without_autocast(device):
-                return self.run(requested, operands, plain=plain)
         layout, rows, read = layout_of(self.text), self.rows, self.reads(operands)
-        if not plain and not is_plain_eager(*read.values()):
-            return {role: role_of(layout, role, device, dtype)(read, rows[role]) for role in requested}
-        return roles_of(layout, requested, device, dtype)(read, rows, self.key(operands))
+        with without_autocast(device):
+            if not plain and not is_plain_eager(*read.values()):
+                return {role: role_of(layout, role, device, dtype)(read, rows[role]) for role in requested}
+            return roles_of(layout, requested, device, dtype)(read, rows, self.key(operands))
 
-    def totals(
-        self, grads: Mapping[str, Tensor], requested: Sequence[str], operands: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def totals(self, grads: Factors, requested: Sequence[str], operands: Factors) -> dict[str, Tensor]:
         layout = layout_of(self.text)
         if self.senders is None or not is_plain_eager(*self.indices):
             return {}
@@ -272,21 +270,18 @@ class _Sums(NamedTuple):
             # The gradient of the weights is of fewer paths.
             return {}
         some = next(iter(operands.values()))
-        if torch._C._is_any_autocast_enabled() and under_autocast(some.device):
-            with without_autocast(some.device):
-                return self.totals(grads, requested, operands)
         every = self.reads({**operands, **{f"g{left}": grad for left, grad in grads.items()}})
         roles = roles_of(layout, requested, some.device, some.dtype, tuple(grads))
         return roles.jointly(every, self.rows, self.key(operands))
 
-    def in_modes(self, requested: str, operands: Mapping[str, Tensor]) -> Tensor:
+    def in_modes(self, requested: str, operands: Factors, initial: Tensor | None = None) -> Tensor:
         factors, ends = {role: operands[role] for role in others(requested)}, self.indices
         if is_plain_eager(*factors.values(), *ends):
             sums = self
             if self.receivers is not None and self.senders is not None:
                 # Layers after each other get other views of the same edges, as a row of `edge_index` is.
                 sums = self._replace(receivers=same_view(self.receivers), senders=same_view(self.senders))
-            return multilinear_jointly(sums, requested, factors, plain=True)[requested]
+            return multilinear(sums, requested, factors, plain=True)[requested]
         given = (*factors.values(), *ends)
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
             return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
@@ -299,16 +294,11 @@ class _Sums(NamedTuple):
             return torch.ops.insum_nn.tensor_product_call(  # type: ignore[no-any-return]
                 self.text, requested, *given, self.num_x, self.num_z
             )
-        return multilinear_jointly(self, requested, factors)[requested]
+        return multilinear(self, requested, factors)[requested]
 
-    def derivative(
-        self, left: str, requested: Sequence[str], operands: Mapping[str, Tensor]
-    ) -> tuple[_Sums, dict[str, Tensor]]:
+    def derivative(self, left: str) -> _Sums:
         # Where the weights' gradient is differentiated again, only paths that have weights take part.
-        sums = self._replace(text=layout_of(self.text).linear_text) if left == "w" else self
-        if "w" in requested and not operands["w"].numel():
-            return sums, {"w": torch.zeros_like(operands["w"])}
-        return sums, {}
+        return self._replace(text=layout_of(self.text).linear_text) if left == "w" else self
 
 
 # The registered operators: how tracing, TorchScript and exported graphs see tensor products. Dynamo and TorchScript
@@ -373,7 +363,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *given, receivers, senders = ctx.saved_tensors
     operands = dict(zip(others(role), given, strict=True)) | {role: grad}
     requested = list(compress(others(role), needed_gradients(ctx, 2, 3, (spec, role))))
-    made = joint_gradients(_Sums(spec, receivers, senders, num_x, num_z), role, requested, operands, plain=False)
+    made = multilinear_gradients(_Sums(spec, receivers, senders, num_x, num_z), role, requested, operands, plain=False)
     return None, None, *(made.get(x) for x in others(role)), None, None, None, None
 
 

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from copy import copy
-from functools import partial
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import (
-    Program,
+    Artifact,
     fits_between,
+    fits_both_ends,
     graph_constant,
     is_traced,
-    joined_programs,
     paths_are_products,
     records_graph,
 )
 from insum_nn.dtypes import is_widened
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
-from insum_nn.ops.tensor_product_statement import FirstStep, Operands, Statement, statements_of
+from insum_nn.ops.tensor_product_statement import FirstStep, Operands, Reader, Statement, statements_of
+from insum_nn.tensor_cache import insert
 
-__all__ = ["Role", "Roles", "expressions", "role_of", "roles_of"]
+__all__ = ["Role", "Roles", "Together", "expressions", "role_of", "roles_of"]
+
+Sizes = tuple[int, ...]
+# What runs a kind of call, if anything, and the sizes of its statements and outputs.
+_Kind = tuple[Artifact | None, Sequence[Sizes], Sequence[Sizes]]
+# Kinds of calls that are kept ready.
+_LIMIT = 64
 
 
 class Role:
@@ -58,18 +64,6 @@ class Role:
         self._widths = [statement.width for statement in self._written.values()]
         self._pieces = _pieces(layout, [*self._written.values()]) if role == "w" else []
 
-    def of_gradient(self, operand: str) -> Role:
-        """Return the same with the gradient of an operand, "gx" of `x`, in its place, for `Roles`."""
-        other = copy(self)
-        other.statements = [statement.of_gradient(operand) for statement in self.statements]
-        other.steps = [_Step(statement, self._device, self._dtype) for statement in other.statements]
-        return other
-
-    @property
-    def programs(self) -> list[tuple[str, Program, Hashable]]:
-        """The program of each statement: the role, the program, and what it adds to."""
-        return [(self.role, statement.program, (self.role, statement.written)) for statement in self.statements]
-
     def __call__(self, operands: Operands, size: int, key: Hashable | None = None) -> Tensor:
         """Return the role's tensor.
 
@@ -86,18 +80,32 @@ class Role:
         given = list(map(operands.__getitem__, others(self.role)))
         traced = key is None and (records_graph(given) or is_traced(*given))
         for step in self.steps:
-            written = step.source.written
-            result = step(operands, size, key, results.get(written), traced=traced, sums=self._sums)
-            if written == FirstStep.written:
-                operands[FirstStep.written] = result
+            program, written, shape = step.source.program, step.source.written, step.source.out_shape(size)
+            tensors = [step.tables[name] if read is None else read(operands) for name, _, read in step.reads]
+            if traced:
+                reads = zip(tensors, step.reads, strict=True)
+                tensors = [graph_constant(tensor) if read is None else tensor for tensor, (_, _, read) in reads]
+            initial = results.get(written)
+            if initial is not None:
+                # Packed entries of one multiplicity have one or two axes of copies.
+                initial = initial.reshape(shape)
+            if self._sums is not None:
+                made = program.writing(self._sums)(tensors=program.named(tensors, None), out_shape=shape)
+                made = made if initial is None else made + initial
+            elif key is not None:
+                made = program.run_plain(tensors, shape, initial)
             else:
-                results[written] = result
+                made = program(tensors=program.named(tensors, initial), out_shape=shape)
+            if written == FirstStep.written:
+                operands[FirstStep.written] = made
+            else:
+                results[written] = made
                 operands.pop(FirstStep.written, None)
         total = self.finish(list(results.values()), size, traced=traced)
         return total if self._sums is None else total.to(self._dtype)
 
     def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
-        """Return the role's tensor, from those that the statements wrote, in the order of `programs`."""
+        """Return the role's tensor, from those that the statements wrote, in their order."""
         if self.role == "w":
             return self._weights(results, size)
         named = dict(zip(self._written, results, strict=True))
@@ -160,63 +168,86 @@ class _Step:
 
     def __init__(self, source: FirstStep | Statement, device: torch.device, dtype: torch.dtype) -> None:
         self.source = source
-        self.tables = source.tables_on(device, dtype)
-        names = source.program.names
-        self.reads = {name: source.reading(name, device) for name in names if name not in self.tables}
-        self._order = [(name, self.reads.get(name)) for name in names]
-
-    def named(self, operands: Operands) -> dict[str, Tensor]:
-        """Tables and operands by name."""
-        named = dict(self.tables)
-        for name, read in self.reads.items():
-            named[name] = read(operands)
-        return named
-
-    def __call__(
-        self,
-        operands: Operands,
-        size: int,
-        key: Hashable | None,
-        initial: Tensor | None,
-        *,
-        traced: bool,
-        sums: torch.dtype | None,
-    ) -> Tensor:
-        """Run it; `sums`: another dtype of the result, to which what is there already is then added."""
-        shape = self.source.out_shape(size)
-        # Packed entries of one multiplicity have one or two axes of copies.
-        initial = None if initial is None else initial.reshape(shape)
-        if key is not None and "Src" not in operands and sums is None:
-            found = [read(operands) if read is not None else self.tables[name] for name, read in self._order]
-            return self.source.program.run_plain(found, shape, initial)
-        named = self.named(operands)
-        if traced:
-            named |= {name: graph_constant(table) for name, table in self.tables.items()}
-        if sums is not None:
-            result = self.source.program.writing(sums)(tensors=named, out_shape=shape)
-            return result if initial is None else result + initial
-        if initial is not None:
-            named[self.source.program.statement.output.name] = initial
-        return self.source.program(tensors=named, out_shape=shape)
+        self.tables = {
+            name: table.to(device, dtype) if table.is_floating_point() else table.to(device)
+            for name, table in source.tables.items()
+        }
+        # In the order of the program's tensors: a name, what stands for such a tensor in all steps, and its reader.
+        self.reads: list[tuple[str, Hashable, Reader | None]] = []
+        for name in source.program.names:
+            meaning, read = ((self, name), None) if name in self.tables else source.reading(name, device)
+            self.reads.append((name, meaning, read))
 
 
-class _Named(Mapping[str, Tensor]):
-    """What a statement reads, by name: what is computed together reads each tensor once, of whichever statement."""
+class Together:
+    """Steps of one role or several as one C function, or as one kernel of several outputs.
 
-    __slots__ = ("operands", "step")
+    Args:
+        steps: each with its role.
+        deterministic: every run is to give the same bits.
 
-    def __init__(self, step: _Step, operands: Operands) -> None:
-        self.step, self.operands = step, operands
+    Attributes:
+        roles: what they compute.
+        reason: how one kernel was decided on last, or why there is none; "" for C functions.
+    """
 
-    def __getitem__(self, name: str) -> Tensor:
-        read = self.step.reads.get(name)
-        return self.step.tables[name] if read is None else read(self.operands)
+    def __init__(self, steps: Sequence[tuple[str, _Step]], *, deterministic: bool) -> None:
+        self.roles = tuple(dict.fromkeys(role for role, _ in steps))
+        self._steps, self._deterministic = steps, deterministic
+        # Steps that write the same tensor add up.
+        numbers: dict[Hashable, int] = {}
+        self._outputs = [numbers.setdefault((role, step.source.written), len(numbers)) for role, step in steps]
+        slots: dict[Hashable, int] = {}
+        self._places: list[tuple[int, ...]] = []
+        self._tables: list[Any] = []
+        self._reads: dict[int, Reader] = {}
+        for _, step in steps:
+            for name, meaning, read in step.reads:
+                if slots.setdefault(meaning, len(slots)) == len(self._tables):
+                    self._tables.append(step.tables.get(name))
+                    if read is not None:
+                        self._reads[slots[meaning]] = read
+            self._places.append(tuple([slots[meaning] for _, meaning, _ in step.reads]))
+        self._artifacts: dict[Hashable, Artifact] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
+        self.reason = ""
 
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self.step.tables, *self.step.reads))
+    def __call__(self, operands: Operands, rows: Mapping[str, int], key: Hashable) -> Sequence[Tensor] | None:
+        """Return the tensors that they write; `None`: they are to run one by one, or until one function is compiled."""
+        pool = list(self._tables)
+        for slot, read in self._reads.items():
+            pool[slot] = read(operands)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kind(pool, rows)
+            insert(self._kinds, key, kind, _LIMIT)
+        artifact, extents, shapes = kind
+        if artifact is None:
+            return None
+        made = artifact.run(pool, extents, shapes, None)
+        self.reason = artifact.reason
+        return made
 
-    def __len__(self) -> int:
-        return len(self.step.tables) + len(self.step.reads)
+    def _kind(self, pool: Sequence[Tensor], rows: Mapping[str, int]) -> _Kind:
+        """Find the sizes of a kind of call."""
+        extents: list[Sizes] = []
+        outputs: dict[int, Sizes] = {}
+        for (role, step), places, output in zip(self._steps, self._places, self._outputs, strict=True):
+            program = step.source.program
+            tensors = list(map(pool.__getitem__, places))
+            found = program.spec.agree(tensors, program.sizes, step.source.out_shape(rows[role]))
+            if found is None or outputs.setdefault(output, found.output) != found.output:
+                # What adds up are two views of one tensor.
+                return None, (), ()
+            extents.append(found.indices)
+        kinds = tuple([tensor.dtype for tensor in pool])
+        artifact = self._artifacts.get(kinds)
+        if artifact is None:
+            specs = [step.source.program.spec for _, step in self._steps]
+            fixed, order = {*range(len(pool))} - {*self._reads}, self._deterministic
+            artifact = Artifact(specs, self._places, self._outputs, pool, deterministic=order, fixed=fixed)
+            self._artifacts[kinds] = artifact
+        return artifact, extents, list(outputs.values())
 
 
 def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True) -> Role:
@@ -251,41 +282,16 @@ def expressions(
     return layout.keep(("text", role, staged), build)
 
 
-class Roles:
+class Roles(NamedTuple):
     """Runs some roles of a spec: together where the compiler can, else one by one.
-
-    Args:
-        layout: of the tensor product.
-        requested: letters of `ROLES`.
-        device: of all tensors.
-        dtype: of the factors.
-        grads: roles whose gradients are given. Then each requested role is a sum, over these, of what it is with such a
-            gradient in the operand's place: a gradient of gradients.
 
     Attributes:
         sources: what runs each role by itself.
         joint: what is computed together.
     """
 
-    def __init__(
-        self,
-        layout: ProductLayout,
-        requested: Sequence[str],
-        device: torch.device,
-        dtype: torch.dtype,
-        grads: Sequence[str] = (),
-    ) -> None:
-        self.sources = {role: role_of(layout, role, device, dtype) for role in requested}
-        parts = [*self.sources.values()]
-        alone = any(part.first_width for part in parts)
-        if grads:
-            # Sums of several programs are made together by one kernel alone, which takes one statement of each role.
-            alone = alone or paths_are_products(device) or any(len(part.statements) != 1 for part in parts)
-            pairs = [] if alone else [(role, left) for left in grads for role in requested if role != left]
-            parts = [self.sources[role].of_gradient(left) for role, left in pairs]
-        each = [program for part in parts for program in part.programs]
-        self.joint = [] if alone else joined_programs(each, device, dtype, sums=bool(grads))
-        self._parts = [[part for part in parts if part.role in joint.results] for joint in self.joint]
+    sources: Mapping[str, Role]
+    joint: Sequence[Together]
 
     def __call__(self, operands: Operands, rows: Mapping[str, int], key: Hashable) -> dict[str, Tensor]:
         """Return the tensors of all roles.
@@ -310,24 +316,47 @@ class Roles:
             key: as in a call.
         """
         found: dict[str, Tensor] = {}
-        for joint, parts in zip(self.joint, self._parts, strict=True):
-            named: list[Mapping[str, Tensor]] = []
-            for part in parts:
-                for step in part.steps:
-                    named.append(_Named(step, operands))
-            made = joint.programs.together(named, partial(_shapes, parts, rows), key)
+        for joint in self.joint:
+            made = joint(operands, rows, key)
             if made is None:
                 continue
             at = 0
-            for role in joint.results:
+            for role in joint.roles:
                 source = self.sources[role]
                 found[role] = source.finish(made[at : at + source.count], rows[role])
                 at += source.count
         return found
 
 
-def _shapes(parts: Sequence[Role], rows: Mapping[str, int]) -> list[tuple[int, ...]]:
-    return [statement.out_shape(rows[part.role]) for part in parts for statement in part.statements]
+def _together(
+    spec: TensorProductSpec, sources: Mapping[str, Role], grads: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> list[Together]:
+    """Return what computes several roles at once."""
+    steps = [(role, step) for role, source in sources.items() for step in source.steps]
+    fixed = torch.are_deterministic_algorithms_enabled() or spec.options.deterministic
+    if paths_are_products(device):
+        # Sums of several statements are made together by one kernel alone.
+        sets = [] if grads else [steps]
+    elif not spec.convolution or any(source.first_width for source in sources.values()):
+        sets = []
+    else:
+        # One kernel walks the entries of an index tensor: it makes their rows, and the rows that they name.
+        names = [role for role, source in sources.items() if source.steps and (role != "w" or not spec.shared)]
+        apart = fixed
+        if grads:
+            if any(len(source.steps) != 1 for source in sources.values()):
+                return []
+            pairs = [(sources[role], left) for left in grads for role in sources if role != left]
+            steps = [(own.role, _Step(own.statements[0].of_gradient(left), device, dtype)) for own, left in pairs]
+            cells = [source.statements[0].cells for source in sources.values()]
+            apart = fixed or not fits_both_ends(max(cells), dtype)
+        # By name, so that the choice does not depend on the order in which roles are requested.
+        others = sorted({"x", "z"}.intersection(names))[1:] if apart else []
+        kernels = [[name for name in names if name not in others], others]
+        sets = [[each for each in steps if each[0] in kernel] for kernel in kernels]
+        if not grads:
+            sets = [each for each in sets[:1] if len(each) == len(kernels[0])]
+    return [Together(each, deterministic=fixed) for each in sets if len(each) > 1]
 
 
 def roles_of(
@@ -337,6 +366,20 @@ def roles_of(
     dtype: torch.dtype,
     grads: tuple[str, ...] = (),
 ) -> Roles:
-    """Return what runs some roles; remembered."""
+    """Return what runs some roles; remembered.
+
+    Args:
+        layout: of the tensor product.
+        requested: letters of `ROLES`.
+        device: of all tensors.
+        dtype: of the factors.
+        grads: roles whose gradients are given. Then each requested role is a sum, over these, of what it is with such a
+            gradient in the operand's place: a gradient of gradients.
+    """
+
+    def build() -> Roles:
+        sources = {role: role_of(layout, role, device, dtype) for role in requested}
+        return Roles(sources, _together(layout.spec, sources, grads, device, dtype))
+
     key = ("roles", tuple(requested), grads, device, dtype, torch._C._get_deterministic_algorithms())
-    return layout.keep(key, lambda: Roles(layout, requested, device, dtype, grads))
+    return layout.keep(key, build)

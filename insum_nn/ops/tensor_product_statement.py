@@ -37,11 +37,11 @@ from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, others
 from insum_nn.structure.clebsch_gordan import nonzeros
-from insum_nn.structure.plain_tensors import plain_tensors
 
 __all__ = [
     "FirstStep",
     "Operands",
+    "Reader",
     "Statement",
     "Terms",
     "UnsupportedModeError",
@@ -61,6 +61,8 @@ Integers = NDArray[np.int64]
 # What a call reads: operands by role ("gx" is a gradient of `x`, in its place), the edges' ends "Dst" and "Src", the
 # first step's result "G", and what has been packed, by operand and multiplicity.
 Operands = dict[Hashable, Tensor]
+# Makes a tensor of a statement of what a call reads.
+Reader = Callable[[Operands], Tensor]
 
 
 class UnsupportedModeError(InsumError, NotImplementedError):
@@ -171,7 +173,6 @@ class _Tables:
         self.tables: dict[str, Tensor] = {}
         self.weight: WeightAccess | None = None
         self.reads = {name: name for name in ("Dst", "Src", "G")}
-        self._on: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
     def _access(self, name: str, operand: str, terms: Terms, *, packed: bool) -> str:
         """Return the access to an operand's cells, whose table it makes."""
@@ -212,14 +213,14 @@ class _Tables:
             return ["z"]
         return [{"x": "Src[e]", "z": "Dst[e]"}.get(operand, "e")]
 
-    def reading(self, name: str, device: torch.device) -> Callable[[Operands], Tensor]:
-        """Return what makes one of its tensors of a call's operands."""
+    def reading(self, name: str, device: torch.device) -> tuple[Hashable, Reader]:
+        """Return what tells one of its tensors from others, and what makes it of a call's operands."""
         operand = self.reads[name]
         role, weight = operand[-1], self.weight
         if role == "w" and weight is not None:
-            return lambda operands: weight.operand(operands[operand])
+            return (operand, self.group), lambda operands: weight.operand(operands[operand])
         if role not in NUMBER or not self.packed:
-            return itemgetter(operand)
+            return operand, itemgetter(operand)
         mul = self.group.muls[NUMBER[role]]
         start, order = self.layout.packing(role, mul, device)
         count = order.numel()
@@ -237,7 +238,7 @@ class _Tables:
                     operands[operand, mul] = flat
             return flat.reshape(tensor.shape[0], *shape)
 
-        return read
+        return (operand, mul, shape), read
 
     def _compile(self, expression: str, sizes: dict[str, int]) -> None:
         self.expression, self._sizes = expression, sizes
@@ -268,17 +269,6 @@ class _Tables:
         first step (rows, pairs, copies...). Shared weights have no rows.
         """
         return (size, *self._row) if self._batched else self._row
-
-    def tables_on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the static tables on a device; kept."""
-        key = (device, dtype)
-        if key not in self._on:
-            with plain_tensors():
-                self._on[key] = {
-                    name: table.to(device, dtype) if table.is_floating_point() else table.to(device)
-                    for name, table in self.tables.items()
-                }
-        return self._on[key]
 
 
 class FirstStep(_Tables):
@@ -322,7 +312,10 @@ class Statement(_Tables):
         written: which tensor it adds to: one for all that write the representation itself, for packed results one for
             each multiplicity, for weights one for each group.
         first: the statement of `G`, which it reads in place of the weights and the operand that that one reads.
+        cells: of a row that nodes name, those of one copy that it adds to.
     """
+
+    cells = 0
 
     def __init__(
         self,
@@ -361,6 +354,8 @@ class Statement(_Tables):
         else:
             result = self._access(name, role, terms, packed=not in_place)
             mul = group.muls[NUMBER[role]]
+            if role != "y":
+                self.cells = np.unique(terms.component[NUMBER[role]]).size
             if in_place:
                 self._row, self.written = layout.shape(role), None
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 import insum_nn
 from benchmarks.schedules import under_schedule
-from insum_nn import Options
+from insum_nn import Options, Program
 from insum_nn.compiler.ir.schedule import Schedule
+from insum_nn.compiler.runtime.artifact import Artifact
 from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
 from insum_nn.compiler.runtime.composite.fused_kernels import One
-from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.runtime.dispatch import prepare
 from insum_nn.testing.tolerances import assert_matches
 
@@ -26,6 +26,7 @@ __all__ = [
     "NODES",
     "SCHEDULES",
     "TABLES",
+    "Together",
     "assert_right",
     "by_terms",
     "described",
@@ -182,17 +183,58 @@ def made_by(found: Any, ones: Sequence[One], pool: Sequence[Tensor], schedule: S
     return [made[at] for at in found.order]
 
 
-def run(
-    fused: FusedPrograms, named: Sequence[dict[str, Tensor]], shapes: Sequence[tuple[int, ...]], key: object
-) -> list[Tensor]:
-    """All outputs: by one kernel, or one by one."""
+class Together:
+    """Programs that are called together. Tensors of one name are the same in all, but for tables."""
 
+    def __init__(
+        self, programs: Sequence[Program], outputs: Sequence[Hashable] = (), *, deterministic: bool = False
+    ) -> None:
+        self.programs = programs
+        numbers: dict[Hashable, int] = {}
+        self.outputs = [numbers.setdefault(name, len(numbers)) for name in outputs or range(len(programs))]
+        self.deterministic = deterministic
+        self.artifacts: dict[object, Artifact] = {}
+        self.reason = ""
+
+    def __call__(
+        self, named: Sequence[dict[str, Tensor]], shapes: Sequence[tuple[int, ...]]
+    ) -> Sequence[Tensor] | None:
+        pool, places, extents = list[Tensor](), list[tuple[int, ...]](), list[tuple[int, ...]]()
+        slots: dict[tuple[str, int], int] = {}
+        made: dict[int, tuple[int, ...]] = {}
+        for at, (program, own, shape) in enumerate(zip(self.programs, named, shapes, strict=True)):
+            spec = program.spec
+            keys = [(name, at if name in dict(spec.static) else own[name].data_ptr()) for name in program.names]
+            for name, key in zip(program.names, keys, strict=True):
+                if slots.setdefault(key, len(pool)) == len(pool):
+                    pool.append(own[name])
+            places.append(tuple(slots[key] for key in keys))
+            found = spec.agree([own[name] for name in program.names], program.sizes, shape)
+            if found is None or made.setdefault(self.outputs[at], found.output) != found.output:
+                return None
+            extents.append(found.indices)
+        kind = (*places, *(t.dtype for t in pool))
+        artifact = self.artifacts.get(kind)
+        if artifact is None:
+            specs = [program.spec for program in self.programs]
+            fixed = [slot for (_, at), slot in slots.items() if at in range(len(named))]
+            artifact = Artifact(specs, places, self.outputs, pool, deterministic=self.deterministic, fixed=fixed)
+            self.artifacts[kind] = artifact
+        written = artifact.run(pool, extents, [*made.values()], None)
+        self.reason = artifact.reason
+        return written
+
+
+def run(
+    fused: Together, named: Sequence[dict[str, Tensor]], shapes: Sequence[tuple[int, ...]], _: object = None
+) -> Sequence[Tensor]:
+    """All outputs: by one kernel, or one by one."""
     with torch.no_grad():
-        made = fused.together(named, lambda: shapes, key)
+        made = fused(named, shapes)
         if made is not None:
             return made
         sums: dict[int, Tensor] = {}
-        for program, number, given, shape in zip(fused.programs, fused._outputs, named, shapes, strict=True):
+        for program, number, given, shape in zip(fused.programs, fused.outputs, named, shapes, strict=True):
             part = program(tensors=given, out_shape=shape)
             sums[number] = sums[number] + part if number in sums else part
         return [*sums.values()]

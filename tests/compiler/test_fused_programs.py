@@ -18,7 +18,6 @@ from insum_nn.compiler.kernels import generated as generated_module
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
-from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.schedule import additional as additional_module
 from insum_nn.compiler.schedule import placement as placement_module
 from insum_nn.compiler.schedule.candidates import candidates
@@ -33,6 +32,7 @@ from tests.compiler.fused_cases import (
     NODES,
     SCHEDULES,
     TABLES,
+    Together,
     assert_right,
     by_terms,
     draw,
@@ -77,7 +77,7 @@ def test_one_kernel_of_several_column_tiles(roles: str, holes: bool):
 
 def assert_one_kernel(roles: str, u: int, *, holes: bool):
     tensors = draw(u, holes=holes)
-    fused = FusedPrograms(programs(roles))
+    fused = Together(programs(roles))
     shapes = [shape_of(role, u) for role in roles]
     found = run(fused, named(roles, tensors), shapes, "key")
     assert fused.reason.startswith("together")
@@ -127,7 +127,7 @@ def test_every_candidate_is_right(walk: str):
 def test_a_call_that_was_made_before_decides_nothing(monkeypatch: pytest.MonkeyPatch):
     """What depends on shapes alone costs the host more than the launch."""
     tensors = draw(8)
-    fused = FusedPrograms(programs("xyw"))
+    fused = Together(programs("xyw"))
     given, shapes = named("xyw", tensors), [shape_of(role, 8) for role in "xyw"]
     run(fused, given, shapes, 0)
     for module in (additional_module, placement_module, launch_module):
@@ -148,7 +148,7 @@ def test_memory_layouts():
 
 @pytest.mark.usefixtures("interpreter")
 def test_other_edges_of_the_same_shapes(monkeypatch: pytest.MonkeyPatch):
-    fused = FusedPrograms(programs("xyw"))
+    fused = Together(programs("xyw"))
     shapes = [shape_of(role, 4) for role in "xyw"]
     first, second, holes = draw(4), draw(4), draw(4, holes=True)
     decided: list[object] = []
@@ -170,12 +170,12 @@ def test_what_does_not_fit_runs_one_by_one():
     tensors = draw(4)
     shapes = {role: shape_of(role, 4) for role in "xywz"}
     for roles, why in (("xz", "no fixed order"),):
-        fused = FusedPrograms(programs(roles), deterministic=True)
+        fused = Together(programs(roles), deterministic=True)
         assert_right(roles, tensors, run(fused, named(roles, tensors), [shapes[r] for r in roles], 0))
         assert fused.reason.startswith("one by one")
         assert why in fused.reason
     # A tensor of one name that is not the same.
-    fused = FusedPrograms(programs("xy"))
+    fused = Together(programs("xy"))
     given = named("xy", tensors)
     given[1]["W"] = torch.randn_like(tensors["W"])
     found = run(fused, given, [shapes["x"], shapes["y"]], 0)
@@ -184,7 +184,7 @@ def test_what_does_not_fit_runs_one_by_one():
     assert_right("y", {**tensors, "W": given[1]["W"]}, found[1:])
     # No edges at all.
     none = {n: t[:0] if n in ("Src", "Dst", "Y", "W") else t for n, t in tensors.items()}
-    fused = FusedPrograms(programs("xyw"))
+    fused = Together(programs("xyw"))
     found = run(fused, named("xyw", none), [(NODES, 4, 4), (0, 3), (0, 3, 4)], 0)
     assert not found[0].any()
     assert [f.shape[0] for f in found[1:]] == [0, 0]
@@ -197,7 +197,7 @@ def test_a_gradient_without_rows_for_terms_is_refused():
     pair = [programs("x")[0], insum_nn.compile(shared, static=TABLES, options=GENERATED)]
     (first,) = named("x", tensors)
     second = {n: {**tensors, **TABLES}[n] for n in pair[1].statement.tensors()}
-    fused = FusedPrograms(pair)
+    fused = Together(pair)
     found = run(fused, [first, second], [shape_of("x", 4), (3, 4)], 0)
     assert "no row for each term" in fused.reason
     assert_matches(found[1], pair[1].reference(tensors=second, out_shape=(3, 4)), dtype=torch.float32, kind="sum")
@@ -211,7 +211,7 @@ def test_rows_without_columns_are_refused():
     ]
     t = {"Src": torch.tensor([1, 0, 1]), "Dst": torch.tensor([0, 2, 1]), "W": torch.ones(3)}
     t |= {"dZ": torch.tensor([1.0, 2.0, 3.0]), "X": torch.tensor([5.0, 7.0])}
-    fused = FusedPrograms(scalar)
+    fused = Together(scalar)
     found = run(fused, [{n: t[n] for n in p.statement.tensors()} for p in scalar], [(2,), (3,)], 0)
     assert "no columns" in fused.reason
     assert [f.tolist() for f in found] == [[3.0, 3.0], [7.0, 15.0, 14.0]]
@@ -226,7 +226,7 @@ def test_statements_that_nobody_planned_for():
     ]
     t = {"Row": torch.randint(5, (20,)), "Col": torch.randint(-1, 6, (20,)), "P": torch.randn(20)}
     t |= {"V": torch.randn(6, 10), "Q": torch.randn(5, 10)}
-    fused = FusedPrograms(pair)
+    fused = Together(pair)
     given = [{n: t[n] for n in p.statement.tensors()} for p in pair]
     found = run(fused, given, [(5, 10), (20,)], 0)
     assert fused.reason.startswith("together")
@@ -249,7 +249,7 @@ def test_what_is_not_measured_adds_to_nothing_where_that_can_be(monkeypatch: pyt
     monkeypatch.setattr(fused_module, "_cost", lambda ones, walk: walk[0])
     tensors = draw(4)
     for roles in ("xyw", "xz"):
-        fused = FusedPrograms(programs(roles))
+        fused = Together(programs(roles))
         assert_right(roles, tensors, run(fused, named(roles, tensors), [shape_of(role, 4) for role in roles], 0))
     assert taken == [[False, False], [True]]
 
@@ -268,7 +268,7 @@ def test_a_lane_has_a_column(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     monkeypatch.setattr(fused_module.Generated, "at", at)
     tensors = draw(64, dtype)
     assert_right(
-        "xyw", tensors, run(FusedPrograms(programs("xyw")), named("xyw", tensors), [shape_of(r, 64) for r in "xyw"], 0)
+        "xyw", tensors, run(Together(programs("xyw")), named("xyw", tensors), [shape_of(r, 64) for r in "xyw"], 0)
     )
     assert [(each.n, each.warps) for each in taken] == [(32, 1)]
 
@@ -279,7 +279,7 @@ def test_static_tables_are_written_out_once_for_all_sizes(monkeypatch: pytest.Mo
     forms: list[object] = []
     plain = generated_module.make_form
     monkeypatch.setattr(generated_module, "make_form", lambda *a, **more: (forms.append(a), plain(*a, **more))[1])
-    fused, tensors, counts = FusedPrograms(programs("xyw")), draw(16), list[int]()
+    fused, tensors, counts = Together(programs("xyw")), draw(16), list[int]()
     for edges in (EDGES, EDGES - 3, EDGES - 4):
         some = {n: t[:edges] if n in ("Src", "Dst", "Y", "W") else t for n, t in tensors.items()}
         given = named("xyw", some)
@@ -305,7 +305,7 @@ def test_an_output_of_other_rows_than_what_is_read():
     t |= {"V": torch.randn(6, 10), "Q": torch.randn(5, 10)}
     given = [{n: t[n] for n in p.statement.tensors()} for p in pair]
     for rows, columns, fits in ((5, 6, True), (8, 6, True), (5, 9, True), (8, 9, False)):
-        fused = FusedPrograms(pair)
+        fused = Together(pair)
         shapes = [(rows, 10), (columns, 10)]
         found = run(fused, given, shapes, 0)
         assert fused.reason.startswith("together" if fits else "one by one")
@@ -350,7 +350,7 @@ def test_which_index_tensor_terms_are_walked_by():
 def test_on_a_gpu(roles: str, u: int, dtype: torch.dtype):
     tensors = {n: t.cuda() for n, t in draw(u, dtype, holes=True).items()}
     shapes = [shape_of(role, u) for role in roles]
-    fused = FusedPrograms(programs(roles))
+    fused = Together(programs(roles))
     found = run(fused, named(roles, tensors), shapes, "key")
     # Two outputs with partition: one is added to in memory, which fp16 and bf16 are not.
     added = {"x", "z"} <= set(roles) and dtype == torch.float16
@@ -371,10 +371,10 @@ def test_the_choice_is_measured_and_remembered(tmp_path: Path, monkeypatch: pyte
     own = programs("xyw", options=Options(tune=True))
     given = [{n: t[n] for n in p.statement.tensors()} for p in own]
     shapes = [(nodes, 4, u), (edges, 3), (edges, 3, u)]
-    fused = FusedPrograms(own)
+    fused = Together(own)
     found = run(fused, given, shapes, 0)
     assert " us" in fused.reason
-    again = FusedPrograms(own)
+    again = Together(own)
     monkeypatch.setattr(fused_module, "time_whole", lambda *_: pytest.fail("measured again"))
     repeated = run(again, given, shapes, 0)
     assert again.reason == fused.reason

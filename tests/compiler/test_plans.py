@@ -23,7 +23,6 @@ from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.composite import fused_kernels
-from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.schedule import device as device_module
 from insum_nn.compiler.schedule import form as form_module
 from insum_nn.compiler.schedule import plan as plan_module
@@ -34,7 +33,7 @@ from insum_nn.compiler.schedule.plan import Plan, keep_plans
 from insum_nn.compiler.tuning.cache_folder import sealed
 from insum_nn.compiler.tuning.database import versions
 from tests.compiler.corpus.statements import Entry, entries
-from tests.compiler.fused_cases import draw, named, programs, run, shape_of
+from tests.compiler.fused_cases import Together, draw, named, programs, run, shape_of
 from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]
@@ -136,12 +135,12 @@ def test_names_do_not_matter(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("interpreter")
 def test_programs_that_run_together(monkeypatch: pytest.MonkeyPatch):
     tensors, shapes = draw(8), [shape_of(role, 8) for role in "xyw"]
-    first = FusedPrograms(programs("xyw"))
+    first = Together(programs("xyw"))
     found = run(first, named("xyw", tensors), shapes, 0)
     assert first.reason.startswith("together")
     keep_plans()
     forbid_decisions(monkeypatch)
-    again = FusedPrograms(programs("xyw"))
+    again = Together(programs("xyw"))
     for a, b in zip(run(again, named("xyw", tensors), shapes, 0), found, strict=True):
         torch.testing.assert_close(a, b)
     assert again.reason == first.reason

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn.compiler.api import multilinear_jointly
-from insum_nn.compiler.runtime.multilinear import JointSums
+from insum_nn.compiler.api import Sums, multilinear
 
 SPMM = "C[Row[p],n] += Val[p] * B[Col[p],n]"
 
@@ -127,17 +126,20 @@ def test_extrema_keep_everything(operator: str):
     assert kept == {"@result", *named}
 
 
-class Products:
+class Products(Sums):
     """Sums that are each the product of the three others, cell by cell; what they made is watched."""
-
-    kind, indices = "products", ()
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[Tensor]] = []
         self.alive: list[int] = []
 
     def run(
-        self, requested: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
+        self,
+        requested: Sequence[str],
+        operands: Mapping[str, Tensor],
+        initial: Tensor | None = None,
+        *,
+        plain: bool = False,
     ) -> dict[str, Tensor]:
         self.alive.append(sum(made() is not None for made in self.made))
         found = {}
@@ -147,25 +149,12 @@ class Products:
             self.made.append(weakref.ref(found[name]))
         return found
 
-    def totals(
-        self, grads: Mapping[str, Tensor], requested: Sequence[str], operands: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        return {}
-
-    def in_modes(self, requested: str, operands: Mapping[str, Tensor]) -> Tensor:
-        raise AssertionError
-
-    def derivative(
-        self, left: str, requested: Sequence[str], operands: Mapping[str, Tensor]
-    ) -> tuple[JointSums, dict[str, Tensor]]:
-        return self, {}
-
 
 def test_parts_of_gradients_are_freed_once_they_were_added():
     """Those of weights of edges are as large as all else of a layer together."""
     named = {name: torch.rand(5, dtype=torch.float64, requires_grad=True) for name in "xywz"}
     sums = Products()
-    made = multilinear_jointly(sums, ("x", "y", "w"), named)
+    made = multilinear(sums, ("x", "y", "w"), named, plain=True)
     got = torch.autograd.grad(sum(each.sum() for each in made.values()), list(named.values()))
     # The results, then the first parts of all gradients.
     assert sums.alive == [0, 3, 6, 7]
@@ -178,7 +167,12 @@ class Views(Products):
     """The same, of which each is a view of other memory, as weights are of which a kernel has several axes."""
 
     def run(
-        self, requested: Sequence[str], operands: Mapping[str, Tensor], *, plain: bool = False
+        self,
+        requested: Sequence[str],
+        operands: Mapping[str, Tensor],
+        initial: Tensor | None = None,
+        *,
+        plain: bool = False,
     ) -> dict[str, Tensor]:
         return {name: made[None].reshape(-1) for name, made in super().run(requested, operands, plain=plain).items()}
 
@@ -187,7 +181,7 @@ def test_torch_adds_to_gradients_in_place():
     """Of a tensor that several calls read: a sum in new memory is a third tensor of that size."""
     leaves = {name: torch.rand(5, dtype=torch.float64, requires_grad=True) for name in "xyw"}
     named = {name: leaf * 1 for name, leaf in leaves.items()}
-    made = [multilinear_jointly(Views(), ("z",), named)["z"] for _ in range(2)]
+    made = [multilinear(Views(), ("z",), named, plain=True)["z"] for _ in range(2)]
     with torch.profiler.profile() as profile:
         torch.autograd.backward(made, [torch.ones_like(each) for each in made])
     names = [event.name for event in profile.events() or ()]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Program, compile
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
+from tests.compiler.fused_cases import Together
 
 # Two paths: coefficients between components of the factors and of the output, and where each lies.
 BLOCKS = (((0, 1, 2), (0, 1), (0, 1, 2)), ((3,), (2,), (0, 1, 2)), ((4, 5, 6), (3,), (3, 4, 5)))
@@ -138,8 +138,8 @@ def test_statements_together_share_products():
         {n: t for n, t in {**static, **given}.items() if n in program.statement.tensors()} for program, static in made
     ]
     shapes = [tuple(given[name].shape) for name in "ZXYW"]
-    shared = FusedPrograms([program for program, _ in made], list("ZXYW"))
-    found = shared.together(named, lambda: shapes, key=0)
+    shared = Together([program for program, _ in made], list("ZXYW"))
+    found = shared(named, shapes)
     assert found is not None
     for (program, _), own, shape, got in zip(made, named, shapes, found, strict=True):
         torch.testing.assert_close(got, program.reference(tensors=own, out_shape=shape))
@@ -152,10 +152,10 @@ def test_a_tensor_in_two_places():
     static |= {"J": torch.tensor([1, 0, 2]), "K": torch.tensor([1, 0, 1])}
     programs = [compile(f"Z[z,K[p]] += CG[p] * X[z,I[p]] * Y[z,J[p]]{end}", static=static) for end in ("", " * 2")]
     x, y = torch.randn(2, 4, 3, dtype=torch.float64)
-    shared = FusedPrograms(programs, "ZA")
+    shared = Together(programs, "ZA")
     for other in (x, y, x):
         named = {**static, "X": x, "Y": other}
-        found = shared.together([named, named], lambda: [(4, 2), (4, 2)], key=0)
+        found = shared([named, named], [(4, 2), (4, 2)])
         assert found is not None
         for program, got in zip(programs, found, strict=True):
             torch.testing.assert_close(got, program.reference(tensors=named, out_shape=(4, 2)))

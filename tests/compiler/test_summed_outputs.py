@@ -13,7 +13,6 @@ from torch import Tensor
 import insum_nn
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.runtime.composite.fused_kernels import One
-from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.schedule.form import FormError
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.fused_cases import (
@@ -22,6 +21,7 @@ from tests.compiler.fused_cases import (
     SCHEDULES,
     STATEMENTS,
     TABLES,
+    Together,
     by_terms,
     described,
     draw,
@@ -92,9 +92,9 @@ def by_one_kernel(
     return made_by(kernel_along(ones, (walk, "e")), ones, pool, schedule)
 
 
-def call(pairs: Sequence[str], tensors: dict[str, Tensor]) -> tuple[FusedPrograms, list[Tensor]]:
+def call(pairs: Sequence[str], tensors: dict[str, Tensor]) -> tuple[Together, list[Tensor]]:
     u = tensors["dZ"].shape[2]
-    fused = FusedPrograms(summed(pairs), [role for role, _ in pairs])
+    fused = Together(summed(pairs), [role for role, _ in pairs])
     return fused, run(fused, given(pairs, tensors), [shape_of(role, u) for role, _ in pairs], "key")
 
 
@@ -141,7 +141,7 @@ def test_half_types(dtype: torch.dtype):
 @pytest.mark.usefixtures("interpreter")
 def test_what_is_refused():
     tensors = operands(4)
-    deterministic = partial(FusedPrograms, deterministic=True)
+    deterministic = partial(Together, deterministic=True)
     fused = deterministic(summed(SETS["all"]), [role for role, _ in SETS["all"]])
     run(fused, given(SETS["all"], tensors), [shape_of(role, 4) for role, _ in SETS["all"]], "key")
     assert fused.reason.startswith("one by one")
@@ -151,10 +151,10 @@ def test_what_is_refused():
         run(fused, given(pairs, tensors), [shape_of(role, 4) for role, _ in pairs], "key")
         assert fused.reason.startswith("together")
     # Outputs of different shapes are not one.
-    fused = FusedPrograms(summed(("wx", "yx")), ["one", "one"])
+    fused = Together(summed(("wx", "yx")), ["one", "one"])
     shapes = [shape_of(role, 4) for role in "wy"]
     with torch.no_grad():
-        assert fused.together(given(("wx", "yx"), tensors), lambda: shapes, "key") is None
+        assert fused(given(("wx", "yx"), tensors), shapes) is None
     ones = [replace(one, number=0) for one in ones_of(("wx", "yx"), tensors)[0]]
     with pytest.raises(FormError, match="another kind"):
         kernel_along(ones, ("Dst", "e"))
@@ -166,7 +166,7 @@ def test_no_edges():
     tensors |= {n: t[:0] for n, t in tensors.items() if n in ("Src", "Dst", "Y", "W", "gY", "gW")}
     pairs = SETS["all"]
     shapes = [(0, *s[1:]) if s[0] == EDGES else s for s in (shape_of(role, 4) for role, _ in pairs)]
-    fused = FusedPrograms(summed(pairs), [role for role, _ in pairs])
+    fused = Together(summed(pairs), [role for role, _ in pairs])
     found = run(fused, given(pairs, tensors), shapes, "key")
     assert [tuple(t.shape) for t in found] == list(dict.fromkeys(shapes))
     assert not any(t.any() for t in found)

@@ -17,7 +17,7 @@ pytest.importorskip("e3nn")
 
 from insum_nn import layers
 from insum_nn.compiler.runtime import artifact, autograd, dispatch
-from insum_nn.compiler.runtime.composite import joined_programs, statement_choice
+from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.layers.voxel import conv
@@ -225,7 +225,6 @@ def test_one_row_of_weights_is_a_shared_one(monkeypatch: pytest.MonkeyPatch):
 def test_two_steps_are_printed_and_explained_where_they_run(monkeypatch: pytest.MonkeyPatch):
     """A GPU multiplies many scalars by the weights in a statement of its own; its rules are imitated here."""
     monkeypatch.setattr(tensor_product_roles, "paths_are_products", lambda device: False)
-    monkeypatch.setattr(joined_programs, "paths_are_products", lambda device: False)
     layer = layers.FullyConnectedTensorProduct("32x0e+32x1o", "32x0e", "32x0e+32x1o")
     x, y = torch.randn(3, layer.irreps_in1.dim), torch.randn(3, 32)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor
 pytest.importorskip("e3nn")
 
 from insum_nn.compiler.kernels.c_program import CProgram
-from insum_nn.compiler.runtime.composite.fused_programs import FusedPrograms
 from insum_nn.compiler.runtime.steps import needed_gradients
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product
+from insum_nn.ops.tensor_product_roles import Together
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.equivariant.tensor_product_cases import Case, assert_same_derivatives, one_mode
@@ -46,15 +46,15 @@ MIXED = Case(
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The roles of every run."""
     found: list[str] = []
-    call = FusedPrograms.together
+    call = Together.__call__
 
-    def counted(self: FusedPrograms, *given: Any) -> list[Tensor] | None:
+    def counted(self: Together, *given: Any) -> Sequence[Tensor] | None:
         made = call(self, *given)
         if made is not None:
-            found.append("".join(dict.fromkeys(output[0] for output in self.outputs)))  # type: ignore[index]
+            found.append("".join(self.roles))
         return made
 
-    monkeypatch.setattr(FusedPrograms, "together", counted)
+    monkeypatch.setattr(Together, "__call__", counted)
     return found
 
 

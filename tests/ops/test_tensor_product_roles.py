@@ -19,8 +19,7 @@ pytest.importorskip("e3nn")
 
 import insum_nn
 from insum_nn.compiler.api import Options, Program
-from insum_nn.compiler.runtime.composite import joined_programs, statement_choice
-from insum_nn.compiler.runtime.composite import joined_programs as joined_module
+from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
@@ -50,7 +49,6 @@ module = sys.modules["insum_nn.ops.tensor_product"]
 def gpu_statements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as a GPU does, here too: role by role, in steps of their own from short sums on."""
     monkeypatch.setattr(roles_module, "paths_are_products", lambda device: False)
-    monkeypatch.setattr(joined_module, "paths_are_products", lambda device: False)
     monkeypatch.setattr(statement_module, "LONG_SUM", 2)
     monkeypatch.setattr(module, "layout_of", lru_cache(lambda text: ProductLayout(TensorProductSpec.from_json(text))))
 
@@ -124,7 +122,7 @@ def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], 
     spec = spec_of(one_mode("uvu", True, 3, 1, lmax=1), shared=kind == "shared", convolution=True)
     spec = replace(spec, options=Options(backend="triton", tune=False, deterministic=kind == "deterministic"))
     # A row of the output has 8 sums of a column, of two registers each.
-    monkeypatch.setattr(joined_programs, "_MOST_REGISTERS", 15 if kind == "more sums than registers" else 16)
+    monkeypatch.setattr(statement_choice, "_MOST_REGISTERS", 15 if kind == "more sums than registers" else 16)
     if kind == "one without weights":
         spec = replace(spec, paths=(spec.paths[0]._replace(weighted=False), *spec.paths[1:]))
     receivers, senders = edges_of(6, 17, sort=False)
@@ -134,8 +132,8 @@ def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], 
         inputs_of(spec, 17, 6),
     )
     joint = [each for roles in found for each in roles.joint]
-    assert ["".join(sorted(each.results)) for each in joint] == kernels
-    assert all(each.programs.reason.startswith("together") for each in joint)
+    assert ["".join(sorted(each.roles)) for each in joint] == kernels
+    assert all(each.reason.startswith("together") for each in joint)
     explained = str(module.explain_tensor_product(spec, *inputs_of(spec, 17, 6), receivers, senders))
     assert explained.count("second gradients") == len(kernels)
 
@@ -283,7 +281,6 @@ def test_two_steps_only_while_memory_lasts(monkeypatch: pytest.MonkeyPatch):
 INTERPRETED = """
 import torch
 from insum_nn.compiler.api import Options, compile
-from insum_nn.compiler.runtime.composite import joined_programs as joined_module
 from insum_nn.compiler.runtime.composite import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
@@ -394,7 +391,6 @@ def test_plain_calls_show_no_operator():
 @pytest.mark.parametrize("shared", [True, False])
 def test_transforms(shared: bool, by_path: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(roles_module, "paths_are_products", lambda device: by_path)
-    monkeypatch.setattr(joined_module, "paths_are_products", lambda device: by_path)
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=shared)
     inputs, tangents = inputs_of(spec, 3), inputs_of(spec, 3)
     oracle = oracle_of(spec)
@@ -426,6 +422,13 @@ def test_edges_arrive_as_they_were_given(monkeypatch: pytest.MonkeyPatch):
         return original(self, named)
 
     monkeypatch.setattr(Program, "_plain", watch)
+    ready = Program.run_plain
+
+    def watch_ready(self: Program, ordered: Sequence[Tensor], *rest: Any) -> Tensor:
+        seen.extend(t for name, t in zip(self.names, ordered, strict=True) if name in ("Dst", "Src"))
+        return ready(self, ordered, *rest)
+
+    monkeypatch.setattr(Program, "run_plain", watch_ready)
     inputs = [t.requires_grad_() for t in inputs_of(spec, 17, 6)]
     z = tensor_product(spec, *inputs, receivers, senders)
     first = torch.autograd.grad(z.square().sum(), inputs, create_graph=True)
