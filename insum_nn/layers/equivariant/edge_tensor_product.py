@@ -32,9 +32,6 @@ class EdgeTensorProduct(TensorProductConv):
     torch.Size([3, 8])
     """
 
-    def __init__(self, product: Any) -> None:
-        super().__init__(product)
-
     def attach_to(self, block: Any) -> None:
         """Let an interaction block call this layer with node features and edges, instead of with gathered features."""
         block.conv_fusion = True
