@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from insum_nn.compiler.api import Program, compile_built, statement_calls
 from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.errors import import_extra
+from insum_nn.errors import InsumError, import_extra
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.statement_layer import StatementLayer
@@ -25,6 +25,17 @@ _FACTS = NamedFacts(Z=IndexFacts(masked=False, proven=True))
 _ROUNDING = 1e-6
 # Names of the tables of factors.
 _FACTORS = "IJKLBCDEFG"
+
+
+class _Contractions(nn.ModuleList):
+    """What MACE reads to build a model anew from its configuration, without the layers that were swapped."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise InsumError(
+            "mace cannot rebuild a model that was swapped: the swap would be lost",
+            details=["extract_model, MACECalculator(compile_mode=..) and conversions to other kernels read a model so"],
+            fix="swap what they return: with disable_e3nn_codegen(), extract_model, swap, simplify, torch.compile.",
+        )
 
 
 class SymmetricContraction(StatementLayer, nn.Module):
@@ -54,6 +65,7 @@ class SymmetricContraction(StatementLayer, nn.Module):
 
     Raises:
         MissingExtraError: mace is not installed.
+        InsumError: mace is to build a model anew, which has to be done before it is swapped.
 
     >>> from e3nn.o3 import Irreps  # doctest: +SKIP
     >>> from insum_nn.layers import SymmetricContraction  # doctest: +SKIP
@@ -77,21 +89,22 @@ class SymmetricContraction(StatementLayer, nn.Module):
 
     def _take(self, module: Any, options: Options) -> None:
         self.irreps_in, self.irreps_out = module.irreps_in, module.irreps_out
-        self.contractions = module.contractions
+        self.contractions = _Contractions(module.contractions)
         self._options, self._names = require_options(options), [*_FACTORS[:1]]
         self._tabulate()
         # A state may bring other matrices.
-        self.register_load_state_dict_post_hook(_retabulate)
+        self.register_load_state_dict_post_hook(SymmetricContraction._tabulate)
 
     # Tables.
 
     @torch.no_grad()
-    def _tabulate(self) -> None:
+    def _tabulate(self, _: object = None) -> None:
         """Make the tables of the coupling matrices."""
         parts = [[c.get_buffer(f"U_matrix_{n}") for n in range(c.correlation, 0, -1)] for c in self.contractions]
         if any(matrix.is_meta for part in parts for matrix in part):
             return
-        most, last = max(map(len, parts)), parts[0][0].shape[-2]
+        most, self._components = max(map(len, parts)), parts[0][0].shape[-2]
+        last = self._components
         places: list[Tensor] = []
         values: list[Tensor] = []
         paths, self._dims = 0, list[int]()
@@ -178,7 +191,7 @@ class SymmetricContraction(StatementLayer, nn.Module):
     def _contracted(self, x: Tensor, y: Tensor) -> Tensor:
         weights = [w for c in self.contractions for w in (c.weights_max, *c.weights)]
         elements, _, channels = weights[0].shape
-        nodes, last = x.shape[0], self.contractions[0].U_matrix_1.shape[-2]
+        nodes, last = x.shape[0], self._components
         if x.shape[1:] != (channels, last) or y.shape != (nodes, elements) or y.requires_grad:
             raise InputError(
                 "features or elements do not fit",
@@ -194,10 +207,6 @@ class SymmetricContraction(StatementLayer, nn.Module):
         named = {"A": a, "W": w, "Z": y.argmax(1), **self._tables()}
         made = program(tensors=named, out_shape=(nodes, sum(self._dims), channels)).split(self._dims, 1)
         return torch.cat([part.transpose(1, 2).flatten(1) for part in made], 1)
-
-
-def _retabulate(module: Any, _: object) -> None:
-    module._tabulate()
 
 
 def _spanning(whole: Tensor) -> list[int]:

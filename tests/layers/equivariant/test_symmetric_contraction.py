@@ -159,6 +159,40 @@ def test_it_is_swapped_and_keeps_its_state():
     assert_equal(model["product"], theirs)
 
 
+def test_a_swap_is_undone():
+    product = o3.FullyConnectedTensorProduct("2x0e + 1x1o", "3x0e", "2x0e + 1x1o")
+    model = nn.ModuleDict({"contraction": peer().float(), "product": product, "dense": nn.Linear(4, 4)})
+    kinds, x, y = [type(layer) for layer in model.children()], torch.randn(4, 5), torch.eye(3)[[0, 2, 1, 1]]
+    report = swap(model, block_sparse={"dense": {"density": 0.5, "block_shape": 2}})
+    model.double().eval()
+    with torch.no_grad():
+        model["product"].weight += 1
+    # What is assigned is not what the layers before share.
+    model["product"].load_state_dict({k: v.clone() for k, v in model["product"].state_dict().items()}, assign=True)
+    features, elements = torch.randn(4, 5, 4).double(), y.double()
+    wanted = model["contraction"](features, elements), model["product"](x.double(), y.double())
+    state = model.state_dict()
+    assert report.undo() is model
+    assert [type(layer) for layer in model.children()][:2] == kinds[:2]
+    assert type(model["dense"]).__name__ == "BlockSparseLinear"
+    assert list(model.state_dict()) == list(state)
+    assert not model["product"].training
+    torch.testing.assert_close(model["contraction"](features, elements), wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model["product"](x.double(), y.double()), wanted[1])
+    alone = swap(product)
+    assert alone.model is not product
+    assert alone.undo() is product
+
+
+def test_mace_does_not_lose_a_swap():
+    """Its `extract_model` reads the correlation so."""
+    model = nn.ModuleDict({"product": peer()})
+    report = swap(model)
+    with pytest.raises(InsumError, match="the swap would be lost"):
+        len(model["product"].contractions[0].weights)
+    assert len(report.undo()["product"].contractions[0].weights) == 2
+
+
 def test_a_state_of_other_matrices():
     torch.manual_seed(3)
     other = Peer((1, 3), 4, 5, 3, paths=(1, 3, 4))
