@@ -67,9 +67,8 @@ class SymmetricContraction(StatementLayer, nn.Module):
         MissingExtraError: mace is not installed.
         InsumError: mace is to build a model anew, which has to be done before it is swapped.
 
-    >>> from e3nn.o3 import Irreps  # doctest: +SKIP
     >>> from insum_nn.layers import SymmetricContraction  # doctest: +SKIP
-    >>> layer = SymmetricContraction(Irreps("8x0e + 8x1o"), Irreps("8x0e"), 3, num_elements=2)  # doctest: +SKIP
+    >>> layer = SymmetricContraction("8x0e + 8x1o", "8x0e", 3, num_elements=2)  # doctest: +SKIP
     >>> layer(torch.randn(5, 8, 4), torch.eye(2)[[0, 1, 1, 0, 1]]).shape  # doctest: +SKIP
     torch.Size([5, 8])
     """
@@ -89,7 +88,7 @@ class SymmetricContraction(StatementLayer, nn.Module):
 
     def _take(self, module: Any, options: Options) -> None:
         self.irreps_in, self.irreps_out = module.irreps_in, module.irreps_out
-        self.contractions = _Contractions(module.contractions)
+        self.contractions: Any = _Contractions(module.contractions)
         self._options, self._names = require_options(options), [*_FACTORS[:1]]
         self._tabulate()
         # A state may bring other matrices.
