@@ -44,6 +44,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (torch.cuda.is_available, "needs a CUDA device"),
     "torchrun": (lambda: "LOCAL_RANK" in os.environ, "runs in processes that torchrun started"),
     "nequip": (lambda: find_spec("nequip") is not None, "extends the package nequip"),
+    "mace": (lambda: False, "needs the package mace-torch, whose own imports warn"),
     "time": (lambda: False, "compiles C++ for a minute or more"),
 }
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from insum_nn.layers.equivariant.gate import Gate
     from insum_nn.layers.equivariant.linear import Linear
     from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
+    from insum_nn.layers.equivariant.symmetric_contraction import SymmetricContraction
     from insum_nn.layers.equivariant.tensor_product import *
     from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
     from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScatter
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
 __all__ = ["ElementwiseTensorProduct", "FullTensorProduct", "FullyConnectedTensorProduct", "Gate", "Linear"]
-__all__ += ["SphericalHarmonics", "TensorProduct", "TensorProductConv", "TensorProductScatter", "TensorSquare"]
+__all__ += ["SphericalHarmonics", "SymmetricContraction", "TensorProduct", "TensorProductConv", "TensorProductScatter"]
+__all__ += ["TensorSquare"]
 __all__ += ["APPNP", "ChebConv", "GATConv", "GATv2Conv", "GCNConv", "GINConv", "GINEConv", "GatedGraphConv"]
 __all__ += ["GraphConv", "LGConv", "NNConv", "SAGEConv", "SGConv", "TAGConv", "TransformerConv"]
 __all__ += ["EdgeConv", "FastRGCNConv", "HeteroLinear", "PNAConv", "RGCNConv"]
@@ -54,6 +56,7 @@ _HOMES = {
     "equivariant.gate": "Gate",
     "equivariant.linear": "Linear",
     "equivariant.spherical_harmonics": "SphericalHarmonics",
+    "equivariant.symmetric_contraction": "SymmetricContraction",
     "equivariant.tensor_product": _TENSOR_PRODUCTS,
     "equivariant.tensor_product_conv": "TensorProductConv",
     "equivariant.tensor_product_scatter": "TensorProductScatter",

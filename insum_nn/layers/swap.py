@@ -31,6 +31,8 @@ _PEERS = {
     "e3nn.nn": "e3nn.nn",
 }
 
+_Replaced = tuple[nn.Module | None, str, nn.Module, nn.Module]
+
 
 # The report.
 
@@ -60,11 +62,13 @@ class SwapReport:
         rows: one per layer that was swapped, and per module that was not, and holds parameters or computes something.
         model: the model; another object only if the model itself was a supported layer.
         dry_run: nothing was changed.
+        replaced: owner (none of the model itself), attribute, and the old and the new layer in its place.
     """
 
     rows: tuple[SwapRow, ...]
     model: nn.Module = field(repr=False)
     dry_run: bool = False
+    replaced: tuple[_Replaced, ...] = field(default=(), repr=False)
 
     @property
     def swapped(self) -> tuple[SwapRow, ...]:
@@ -75,6 +79,23 @@ class SwapReport:
     def left(self) -> tuple[SwapRow, ...]:
         """The layers that were left alone."""
         return tuple(row for row in self.rows if row.action == "left")
+
+    def undo(self) -> nn.Module:
+        """Put layers of other packages back, with the present state, such as to save a model in its package's own form.
+
+        Dense layers that were pruned stay pruned.
+
+        Returns:
+            The model; another object only if the model itself was swapped.
+        """
+        for parent, key, old, new in self.replaced:
+            state = new.state_dict()
+            for like in [tensor for tensor in state.values() if tensor.is_floating_point()][:1]:
+                old.to(like)
+            old.load_state_dict(state)
+            old.train(new.training)
+            _put(parent, key, old, new, False)
+        return next((old for parent, _, old, _ in self.replaced if parent is None), self.model)
 
     def __str__(self) -> str:
         action = {"swapped": "would swap" if self.dry_run else "swapped", "left": "left alone"}
@@ -154,15 +175,25 @@ def swap(
     work = _Swap(model, _patterns(include), _patterns(exclude) or (), _prunings(block_sparse), require_options(options))
     root = work.visit(model, "", None)
     work.check_patterns()
-    if not dry_run:
-        work.attach()
-    return SwapReport(tuple(work.rows), model if dry_run else root, dry_run)
+    if dry_run:
+        return SwapReport(tuple(work.rows), model, dry_run)
+    work.pending += [(None, "", model, root)] * (root is not model)
+    for parent, key, _, new in work.pending:
+        _put(parent, key, new, new, True)
+    replaced = tuple(row for row in work.pending if not isinstance(row[-1], (BlockSparseLinear, PrunedConv)))
+    return SwapReport(tuple(work.rows), root, dry_run, replaced)
+
+
+def _put(parent: nn.Module | None, key: str, layer: nn.Module, new: Any, attached: bool) -> None:
+    """Put a layer in its place, where a new one is to be attached or is no more."""
+    if parent is not None:
+        parent._modules[key] = layer
+    if hasattr(new, "attach_to"):
+        new.attach_to(parent, attached)
 
 
 def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    return (given,) if isinstance(given, str) else tuple(given)
+    return None if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 def _prunings(given: object) -> dict[str, Pruning]:
@@ -189,7 +220,7 @@ class _Swap:
     options: Options
     rows: list[SwapRow] = field(default_factory=list[SwapRow])
     made: dict[int, nn.Module] = field(default_factory=dict[int, nn.Module])
-    pending: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list[tuple[nn.Module, str, nn.Module]])
+    pending: list[_Replaced] = field(default_factory=list[_Replaced])
     fitted: set[str] = field(default_factory=set[str])
     # Modules that are swapped, and those that hold such or layers of ours.
     changed: set[int] = field(default_factory=set[int])
@@ -225,19 +256,13 @@ class _Swap:
             if inside is not None:
                 target._modules[key] = new
             elif new is not child:
-                self.pending.append((module, key, new))
+                self.pending.append((module, key, child, new))
         # Only now is it known whether something in it was swapped.
         reason = None if listed or self.skipped(name) else self.why_not(module, parent, part)
         if reason is not None:
             self.rows.insert(place, SwapRow(name, _shown(_path_of(_class_of(module))), "left", reason))
         self.made[id(module)] = target
         return target
-
-    def attach(self) -> None:
-        for parent, key, new in self.pending:
-            parent._modules[key] = new
-            if hasattr(new, "attach_to"):
-                cast(Any, new).attach_to(parent)
 
     def convert(self, module: nn.Module, name: str, parent: nn.Module | None) -> nn.Module | None:
         """Our layer for a module, and a row of the report; `None` where there is none."""

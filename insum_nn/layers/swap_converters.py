@@ -52,10 +52,9 @@ def _equivariant(file: str, kind: str, method: str = "from_e3nn") -> Converter:
 
 
 def _mace_convolution(module: Any) -> nn.Module:
-    ours = importlib.import_module("insum_nn.layers.equivariant.edge_tensor_product").EdgeTensorProduct
     if module.shared_weights:
         raise NotConvertible("its weights do not belong to edges")
-    return ours(module)  # type: ignore[no-any-return]
+    return importlib.import_module("insum_nn.layers.equivariant.edge_tensor_product").EdgeTensorProduct(module)  # type: ignore[no-any-return]
 
 
 def _spconv_convolution(module: Any) -> nn.Module:
@@ -122,6 +121,8 @@ def _known() -> dict[str, Converter]:
     found["e3nn.nn._gate.Gate"] = _equivariant("gate", "Gate")
     scatter = _equivariant("tensor_product_scatter", "TensorProductScatter", "from_nequip")
     found["nequip.nn._tp_scatter_base.TensorProductScatter"] = scatter
+    contraction = _equivariant("symmetric_contraction", "SymmetricContraction", "from_mace")
+    found["mace.modules.symmetric_contraction.SymmetricContraction"] = contraction
     for name in ("", "Residual", "Density", "DensityResidual", "AttResidual", "ResidualNonLinear"):
         found[f"mace.modules.blocks.RealAgnostic{name}InteractionBlock.conv_tp"] = _mace_convolution
     kinds = ("SubMConv", "SparseConv", "SparseInverseConv", "SparseConvTranspose")

@@ -21,12 +21,9 @@ _RIGHT = "_compiled_main_right."
 
 def did_compile_right(module: Any) -> bool:
     """Return whether the state dict of a module of e3nn has the constants of `right`."""
-    known: bool | None = getattr(module, "_did_compile_right", None)
-    if known is not None:
-        return known
     # e3nn 0.4 has no such attribute. Without constants in its code for `right` there are none to write.
     code = getattr(module, _RIGHT.rstrip("."), None)
-    return code is not None and any(True for _ in code.buffers())
+    return getattr(module, "_did_compile_right", code is not None and any(True for _ in code.buffers()))
 
 
 def drop_constants(state: dict[str, Any], prefix: str) -> None:

@@ -32,12 +32,9 @@ class EdgeTensorProduct(TensorProductConv):
     torch.Size([3, 8])
     """
 
-    def __init__(self, product: Any) -> None:
-        super().__init__(product)
-
-    def attach_to(self, block: Any) -> None:
-        """Let an interaction block call this layer with node features and edges, instead of with gathered features."""
-        block.conv_fusion = True
+    def attach_to(self, block: Any, attached: bool = True) -> None:
+        """Let an interaction block call this layer with node features and edges, not gathered features; or undo it."""
+        vars(block).update(conv_fusion=True) if attached else vars(block).pop("conv_fusion")
 
     def forward(  # type: ignore[override]
         self, node_feats: Tensor, edge_attrs: Tensor, tp_weights: Tensor, edge_index: Tensor | None = None

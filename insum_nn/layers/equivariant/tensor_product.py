@@ -11,21 +11,10 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.faults import check_choice
 from insum_nn.layers.equivariant.adoption import WeightedLayer, adopt, o3
-from insum_nn.layers.equivariant.checks import (
-    InputError,
-    check_inputs,
-    check_variances,
-    check_weights,
-    fits_plainly,
-)
+from insum_nn.layers.equivariant.checks import InputError, check_inputs, check_variances, check_weights, fits_plainly
 from insum_nn.layers.equivariant.constants import add_constants, did_compile_right, drop_constants
 from insum_nn.ops.statements import to_autocast
-from insum_nn.ops.tensor_product import (
-    TensorProductSpec,
-    checked_product,
-    explain_tensor_product,
-    tensor_product_right,
-)
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, tensor_product_right
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths
 

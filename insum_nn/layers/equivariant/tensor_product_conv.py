@@ -63,12 +63,7 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
     """
 
     # TorchScript compiles properties unless told otherwise.
-    __jit_unused_properties__ = [  # noqa: RUF012
-        "spec",
-        "deterministic",
-        "weight_numel",
-        "irreps_out",
-    ]
+    __jit_unused_properties__ = ["spec", "deterministic", "weight_numel", "irreps_out"]  # noqa: RUF012
 
     def __init__(
         self,

@@ -550,6 +550,17 @@ def test_it_takes_the_place_of_the_convolution_of_mace(edges: int):
     torch.testing.assert_close(ours.conv_tp(*gathered), product(*gathered))
 
 
+def test_a_convolution_of_mace_comes_back():
+    peer = PeerBlock("2x0e", "0e", "2x0e", [(0, 0, 0, "uvu", True)])
+    values = torch.randn(3, 2), torch.randn(4, 1), torch.randn(4, 2), torch.randint(3, (2, 4))
+    wanted, original = peer(*values), peer.conv_tp
+    report = swap(peer)
+    assert peer.conv_tp is not original
+    assert report.undo() is peer
+    assert peer.conv_tp is original
+    torch.testing.assert_close(peer(*values), wanted)
+
+
 def test_another_product_of_mace_stays():
     block = PeerBlock("2x0e", "0e", "2x0e", [(0, 0, 0, "uvu", True)])
     block.conv_tp = torch.nn.Identity()
