@@ -176,7 +176,7 @@ def _apply(
     grid = rows, cols = -(-m // a), -(-k // b)
     flat = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), k)
     # With zeros after the last feature.
-    x, columns = pad_axis(flat, 1, cols * b), False
+    x, columns = flat if cols * b == k else pad_axis(flat, 1, cols * b), False
     if stored:
         samples, values = x, weight
         if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -268,10 +268,8 @@ def _check_weight(
 
 # Over the table.
 
-# Puts tensors into the order in which a program takes them by position.
-_Arrange = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-# A statement over a map: its program, its index tensors, its output's shape, and its options.
-_Bound = tuple[Program, _Arrange, tuple[Tensor, ...], tuple[int | None, ...], Options]
+# A statement over a map: its program, what puts tensors into its order, its index tensors, and its output's shape.
+_Bound = tuple[Program, Callable[[Sequence[Tensor]], Sequence[Tensor]], tuple[Tensor, ...], tuple[int | None, ...]]
 
 # For each result, the two tensors that are contracted.
 _OPERANDS: dict[str, tuple[str, ...]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
@@ -328,25 +326,27 @@ def _table_conv(
         `Out`, (m, O); `None` where it goes by pairs: on other devices, under modes, for the largest tables; and where
         the operands do not fit.
     """
-    if not by_table(features.device, options):
-        return None
-    if not kernel_map.calls:
-        rows = max(kernel_map.inputs.indices.shape[0], kernel_map.outputs.indices.shape[0])
-        if kernel_map.geometry.volume * rows > MOST_ENTRIES:
-            return None
-    if not is_plain_eager(features, weight, bias) or not _fit(features, weight, kernel_map, bias, groups):
-        return None
     if options.validate:
         # Which forgets what is kept.
         kernel_map.validate()
+    calls, key = kernel_map.calls, (groups, id(options))
+    if key not in calls:
+        rows = max(kernel_map.inputs.indices.shape[0], kernel_map.outputs.indices.shape[0])
+        if not by_table(features.device, options) or kernel_map.geometry.volume * rows > MOST_ENTRIES:
+            return None
+        # As long as the options are kept, so is their identity; and whether the numbers of pairs were sent to the host.
+        calls[key] = [options, False]
+    if not is_plain_eager(features, weight, bias) or not _fit(features, weight, kernel_map, bias, groups):
+        return None
     if torch._C._is_any_autocast_enabled():
         features, weight = to_autocast(features), to_autocast(weight)
     dtype = features.dtype
-    if weight.requires_grad and torch.is_grad_enabled() and pairs_are_faster(dtype):
-        # The list of pairs needs their number on the host.
+    if weight.requires_grad and not calls[key][1] and torch.is_grad_enabled() and pairs_are_faster(dtype):
+        # The list of pairs needs them.
         kernel_map.send_counts()
+        calls[key][1] = True
     initial = None if bias is None or bias.dtype != dtype else _split(bias, groups)
-    conv = _Conv(kernel_map, groups, options)
+    conv = _Conv(kernel_map, groups, options, calls)
     result = multilinear(conv, ("Out",), {"In": features, "W": weight}, initial, plain=True)["Out"]
     return result if bias is None or initial is not None else result + bias.to(result.dtype)
 
@@ -356,8 +356,8 @@ class _Conv(BoundSums):
 
     operands = _OPERANDS
 
-    def __init__(self, kernel_map: KernelMap, groups: int, options: Options) -> None:
-        self.kernel_map, self.groups, self.options, self.calls = kernel_map, groups, options, kernel_map.calls
+    def __init__(self, kernel_map: KernelMap, groups: int, options: Options, calls: dict[Any, Any]) -> None:
+        self.kernel_map, self.groups, self.options, self.calls = kernel_map, groups, options, calls
 
     def call(
         self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
@@ -374,12 +374,11 @@ class _Conv(BoundSums):
         if groups > 1:
             a = _split(a, groups)
             b = _split(b, groups) if kind == "W" else b.unflatten(0, (groups, b.shape[0] // groups))
-        # As long as `options` are kept, so is their identity.
         key = (kind, form, groups, id(self.options))
         found = self.calls.get(key)
         if found is None:
             found = self.calls[key] = _bound(kind, form, self.kernel_map, groups, self.options)
-        program, arrange, indices, shape, _ = found
+        program, arrange, indices, shape = found
         return program, arrange((a, b, *indices)), shape
 
     def result(self, requested: str, written: Tensor) -> Tensor:
@@ -408,4 +407,4 @@ def _bound(kind: str, form: IndexForm, kernel_map: KernelMap, groups: int, optio
     text, names = _STATEMENTS[kind, groups > 1, form]
     program = built_program(text, _KNOWN[form], options)
     arrange = itemgetter(*map(names.index, program.names))
-    return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape, options
+    return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
@@ -76,6 +77,8 @@ class BoundSums(Sums, ABC):
     """
 
     operands: Mapping[str, tuple[str, ...]]
+    # Without a Python function for each.
+    indices, kind = (), property(type)
 
     @abstractmethod
     def call(
@@ -164,6 +167,8 @@ def multilinear_gradients(
     sums = sums.derivative(left)
     if not plain:
         return {name: sums.in_modes(name, operands) for name in requested}
+    if not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled():
+        return sums.run(requested, operands, plain=True)
     return multilinear(sums, requested, operands, plain=True)
 
 
@@ -180,10 +185,15 @@ class _Call(NamedTuple):
         needed = ctx.needs_input_grad[2:]
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
-        ctx.save_for_backward(*[t if count > own else None for t, own in zip(tensors, needed, strict=True)])
+        if count < len(read) or count == 1:
+            saved = [t if count > own else None for t, own in zip(tensors, needed, strict=True)]
+            ctx.save_for_backward(*saved)
+        else:
+            ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         ctx.initial_shape = None if initial is None else initial.shape
-        made = multilinear(sums, requested, dict(zip(read, tensors, strict=False)), initial, plain=plain)
+        run = partial(multilinear, sums) if torch._C._is_any_autocast_enabled() else sums.run
+        made = run(requested, dict(zip(read, tensors, strict=False)), initial, plain=plain)
         return made[requested[0]] if len(requested) == 1 else tuple(map(made.__getitem__, requested))
 
     def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -227,6 +237,8 @@ class _Call(NamedTuple):
         total.clear()
         if plain and not recorded:
             # A view keeps its base, and torch adds to memory that nothing else refers to.
-            made_of_read = [g.detach() if g is not None and g._is_view() else g for g in made_of_read]
+            for at, found_grad in enumerate(made_of_read):
+                if found_grad is not None and found_grad._is_view():
+                    made_of_read[at] = found_grad.detach()
         of_initial = grads[0].sum(0).reshape(shape) if ctx.needs_input_grad[1] and grads[0] is not None else None
         return of_initial, *made_of_read, *[None] * len(sums.indices)
