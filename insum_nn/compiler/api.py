@@ -33,7 +33,6 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
     pays_between,
     takes_columns,
 )
-from insum_nn.compiler.runtime.library.silu import silu
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
     is_plain_eager,
@@ -103,7 +102,6 @@ __all__ = [
     "recorded",
     "records_graph",
     "run_statements",
-    "silu",
     "stable_order",
     "statement_calls",
     "table",

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from insum_nn.layers.equivariant.adoption import e3nn, silu
+from insum_nn.layers.equivariant.adoption import e3nn
 
 __all__ = ["HiddenLayers", "RadialBasis", "scale_of"]
 
@@ -127,7 +127,7 @@ class HiddenLayers(nn.Module):
         found = values.unflatten(0, (parts, -1)).expand(self.count, -1, -1, -1).flatten(0, 1)
         for number, weight in enumerate(self.weights):
             scaled = weight * scale_of(weight.shape[1], first=number == 0)
-            found = silu(torch.bmm(found, scaled[:, None].expand(-1, parts, -1, -1).flatten(0, 1)))
+            found = nn.functional.silu(torch.bmm(found, scaled[:, None].expand(-1, parts, -1, -1).flatten(0, 1)))
         whole = found.unflatten(0, (self.count, parts)).flatten(1, 2)
         return (whole[:, :rows] if missing else whole).unbind(0)
 

@@ -67,12 +67,19 @@ def _gathered(kernel: Kernel) -> Kernel | None:
         if isinstance(written, Index | Const | Load):
             continue
         elsewhere = bounds | indices_in(*(s for other, s in enumerate(store.subscripts) if other != axis))
-        # The longest loop: the others are summed for each cell.
-        for loop in sorted(loops, key=lambda each: -each.end.value if isinstance(each.end, Const) else -math.inf):
+        # The longest loop: the others are summed for each cell, for most of which a longer one would have no term.
+        own = [loop for loop in loops if coefficient(written, loop.index)]
+        longest = max(map(_length, own), default=0)
+        for loop in own:
             step = coefficient(written, loop.index)
-            if step in (1, -1) and loop.begin is Const(0) and loop.index not in elsewhere:
+            whole = _length(loop) == longest and loop.begin is Const(0)
+            if step in (1, -1) and whole and loop.index not in elsewhere:
                 return _moved(kernel, loops, store, axis, loop, step)
     return None
+
+
+def _length(loop: Loop) -> float:
+    return loop.end.value if isinstance(loop.end, Const) else math.inf
 
 
 def _moved(kernel: Kernel, loops: list[Loop], store: Store, axis: int, loop: Loop, step: int) -> Kernel:

@@ -271,9 +271,7 @@ class Tiler:
         lanes = self.tiling.k
         threads = 32 * self.schedule.warps
         own = math.prod(self.tile_lanes(axis) for axis in (M, N))
-        if lanes is None or self.tiling.product is not None or own >= threads:
-            return False
-        if self.single(K, lanes) and not self.tiling.loops:
+        if lanes is None or self.tiling.product is not None or self.single(K, lanes) or own >= threads:
             return False
         static = all(isinstance(self.loops[name].end, Const) for name in lanes.indices)
         return static and cells * own * self.tile_lanes(K) <= MOST * threads

@@ -110,7 +110,7 @@ def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
     if form.row_index is not None:
         static = [i for i in form.reduce if i in form.static]
         summed = [ENTRY, *static] if columns or not form.reduce else summed[-1:]
-    elif columns or form.reduce[-1:] == tuple(summed):
+    elif columns:
         summed = list(form.reduce)
     return rows, columns, summed
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import call_step, keep_inner, silu
+from insum_nn.compiler.api import call_step, keep_inner
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import import_extra
@@ -36,7 +36,6 @@ __all__ = [
     "keep_inner",
     "o3",
     "runs_directly",
-    "silu",
 ]
 
 M = TypeVar("M", bound=torch.nn.Module)

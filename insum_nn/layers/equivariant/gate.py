@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, runs_directly, silu
+from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, runs_directly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.statement_layer import StatementLayer, renamed
 
@@ -116,7 +116,7 @@ class Gate(StatementLayer, e3nn_nn.Gate):
         parts: tuple[dict[int, Tensor], ...] = ({}, {}, {})
         widths = [sum(width for _, _, width in run) for _, run in self._runs]
         for (act, run), whole in zip(self._runs, features.split(widths, -1), strict=True):
-            active = whole if act is None else _activated(act, whole)
+            active = whole if act is None else act(whole)
             pieces = (active,) if len(run) == 1 else active.split([width for _, _, width in run], -1)
             for (kind, place, _), piece in zip(run, pieces, strict=True):
                 parts[kind][place] = piece
@@ -139,13 +139,6 @@ class Gate(StatementLayer, e3nn_nn.Gate):
             if made is not None:
                 return made
         return self.forward_of_e3nn(features)  # type: ignore[no-any-return]
-
-
-def _activated(act: Any, x: Tensor) -> Tensor:
-    """Return an activation as e3nn normalises it."""
-    if getattr(act, "f", None) is torch.nn.functional.silu:
-        return silu(x) * act.cst
-    return act(x)  # type: ignore[no-any-return]
 
 
 def _together(parts: list[Tensor]) -> Tensor:
