@@ -78,7 +78,7 @@ class BoundSums(Sums, ABC):
 
     operands: Mapping[str, tuple[str, ...]]
     # Without a Python function for each.
-    indices, kind = (), property(type)
+    indices, kind = (), property(type)  # type: ignore[assignment]
 
     @abstractmethod
     def call(
