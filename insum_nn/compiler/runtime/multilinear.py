@@ -199,7 +199,10 @@ class _Call(NamedTuple):
     def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         (sums, made, read, _), shape = self, ctx.initial_shape
         # After the operands come the index tensors, whose versions torch has checked now.
-        operands = {name: t for name, t in zip(read, ctx.saved_tensors, strict=False) if t is not None}
+        operands: dict[str, Tensor] = {}
+        for name, tensor in zip(read, ctx.saved_tensors, strict=False):
+            if tensor is not None:
+                operands[name] = tensor
         total: dict[str, Tensor] = {}
         where = (sums.kind, made, read)
         needed = list(compress(read, needed_gradients(ctx, 2, len(read), where, before=shape is not None)))
