@@ -27,7 +27,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +68,6 @@ Facts = Mapping[str, IndexFacts]
 Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
 # Kinds of calls that are kept, and sizes of those that library calls run.
 _LIMIT = 64
-_shape_of = attrgetter("shape")
 # Entries and extents from which sums of a subscript, or numbers of entries, might overflow.
 _FAR, _MANY = 1 << 40, 1 << 31
 
@@ -245,6 +243,7 @@ class Artifact:
             if self.generated and isinstance(found, Executable) and isinstance(found.run, Generated):
                 return found.run.at(pool, extents, initial)
         sized = _Sized(spec, programs)
+        sized.prepared(pool, extents, initial, found)
         program = found.program if isinstance(found, StatementSequence) else found.run
         # What is chosen may be another backend than before programs were forgotten.
         if self.generated or not isinstance(program, CProgram):
@@ -346,16 +345,26 @@ class _Sized:
     def __call__(
         self, pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
     ) -> tuple[Tensor, ...]:
-        initial = None if initial is None else initial.expand(shapes[0])
-        # Compiled float32 products follow the precision that was set when they were compiled.
-        key = (extents[0], shapes[0], torch._C._get_float32_matmul_precision(), *map(_shape_of, pool))
-        run = self.runs.get(key)
+        sizes = Extents(extents[0], shapes[0])
+        initial = None if initial is None else initial.expand(sizes.output)
+        run = self.runs.get(_key_of(pool, sizes))
         if run is None:
-            sizes = Extents(extents[0], shapes[0])
-            with messages_name(self.spec.statement):
-                run = self.programs.of(pool, sizes).prepare(pool, sizes, initial)
-            insert(self.runs, key, run, _LIMIT)
+            run = self.prepared(pool, sizes, initial, self.programs.of(pool, sizes))
         return (run(pool, initial),)
+
+    def prepared(
+        self, pool: Sequence[Tensor], sizes: Extents, initial: Tensor | None, found: Executable | StatementSequence
+    ) -> Run:
+        """Prepare what runs it at some sizes, and keep it."""
+        with messages_name(self.spec.statement):
+            run = found.prepare(pool, sizes, initial)
+        insert(self.runs, _key_of(pool, sizes), run, _LIMIT)
+        return run
+
+
+def _key_of(pool: Sequence[Tensor], sizes: Extents) -> object:
+    # Compiled float32 products follow the precision that was set when they were compiled.
+    return (sizes, torch._C._get_float32_matmul_precision(), *[tensor.shape for tensor in pool])
 
 
 def _nothing_printed(*_: object) -> None:
