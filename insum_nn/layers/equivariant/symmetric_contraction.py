@@ -28,7 +28,7 @@ _FACTORS = "IJKLBCDEFG"
 
 
 class _Contractions(nn.ModuleList):
-    """What MACE reads to build a model anew from its configuration, without the layers that were swapped."""
+    """The modules that MACE indexes to rebuild a model from its configuration, which would lose the swap: an error."""
 
     def __getitem__(self, index: Any) -> Any:
         raise InsumError(
@@ -65,7 +65,7 @@ class SymmetricContraction(StatementLayer, nn.Module):
 
     Raises:
         MissingExtraError: mace is not installed.
-        InsumError: mace is to build a model anew, which has to be done before it is swapped.
+        InsumError: mace rebuilds a swapped model from its configuration; rebuild it before the swap.
 
     >>> from insum_nn.layers import SymmetricContraction  # doctest: +SKIP
     >>> layer = SymmetricContraction("8x0e + 8x1o", "8x0e", 3, num_elements=2)  # doctest: +SKIP

@@ -303,7 +303,7 @@ def test_names_and_their_signatures(theirs):
         # Not PrintTensorMeta and PrintCurrentTime: only spconv's quantization, which is not here, uses them.
         "modules": ["SparseSyncBatchNorm", "is_sparse_conv", "is_spconv_module"],
         "tables": ["JoinTable", "AddTable", "AddTableMisaligned", "ConcatTable"],
-        # Not what hands torch's memory to spconv's compiled code.
+        # Without the classes that pass torch's memory to spconv's compiled code.
         "cppcore": ["get_current_stream", "get_arch"],
     }
     for home, names in listed.items():
