@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
@@ -35,7 +36,7 @@ class BlockSparseLinear(PrunedModule):
 
     `X` is the input with its leading dimensions flattened to n and its features cut into blocks. Only stored blocks
     are parameters: optimizer state, gradients and checkpoints are as small as the weight. Where many blocks are stored,
-    the compiler forms the dense weight, and the library multiplies by it: `explain` shows both statements.
+    the dense weight is formed for a call, and the library multiplies by it: `repr` says from how many samples on.
 
     Source: Won, Ahrens, Amarasinghe, Emer, Insum (ASPLOS 2026), section 5 (structured SpMM).
 
@@ -51,6 +52,7 @@ class BlockSparseLinear(PrunedModule):
     """
 
     _SINGLE: ClassVar[bool] = False
+    _USES, _SHORT = "samples", 1 << 20
 
     def __init__(
         self,
@@ -249,10 +251,28 @@ class BlockSparseLinear(PrunedModule):
     def _example(self) -> Tensor:
         return self.weight.new_zeros(1, self.in_features)
 
-    def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
-        wide = torch.promote_types(grad_output.dtype, torch.float32)
-        rows = math.prod(input.shape[:-1])
-        return grad_output.reshape(rows, self.out_features).T.to(wide) @ input.reshape(rows, self.in_features).to(wide)
+    # The dense product.
+
+    def _by_library(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(input, weight, bias)
+
+    def _forming(self) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
+        written, read = self._statements()[0].split(" += ")
+        weight, samples = read.split(" * ")
+        # With the index of a sample, `n`, left out.
+        text = f"H[{written[4:-1]},{samples[4:-1]}] += {weight}"
+        rows, cols = self.grid_shape
+        shape = (rows, cols) if self._SINGLE else (rows, None, cols, None)
+        return text, self._facts(), {"W": self.weight, **self.index}, self.options, shape
+
+    @property
+    def _moved(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # Lanes run along samples, which lie a row apart, of single weights.
+        return 4 * sum(self.dense_extents) if self._SINGLE else 0
+
+    def _kernels(self, mask: Tensor) -> Tensor:
+        (a, b), (m, k) = self.block_shape, self.dense_extents
+        return mask.repeat_interleave(a, 0)[:m].repeat_interleave(b, 1)[:, :k]
 
     # The map.
 
@@ -261,7 +281,7 @@ class BlockSparseLinear(PrunedModule):
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         many = self._every_statement()[1:]
-        return {"for many samples": many} if many else {}
+        return super()._elsewhere() | ({"for many samples": many} if many else {})
 
     def _every_statement(self) -> tuple[str, ...]:
         return block_linear_statements(self._form, self.weight, self.dense_extents, self.options)
@@ -277,7 +297,8 @@ class BlockSparseLinear(PrunedModule):
             input: (..., in_features); differentiable.
 
         Returns:
-            (..., out_features). Features that no stored block reads do not count, not even where they are NaN.
+            (..., out_features). Features that no stored block reads do not count, not even where they are NaN. NaN in
+            others reaches every result where the product is the dense weight's; see `repr`.
 
         Raises:
             InsumShapeError: the last extent of the input is not `in_features`.
@@ -285,6 +306,11 @@ class BlockSparseLinear(PrunedModule):
             InsumDeviceError: the input is on another device.
         """
         shape = (self.out_features, self.in_features)
+        if input.shape[-1:] == shape[1:]:
+            samples = math.prod(input.shape[:-1])
+            result = self._by_dense(input, samples, samples)
+            if result is not None:
+                return result
         return block_linear_stored(input, self.weight, self.index, shape, self.bias, options=self.options)
 
     def _facts(self) -> Mapping[str, IndexFacts]:

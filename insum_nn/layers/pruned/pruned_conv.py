@@ -8,11 +8,11 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional, grad
+from torch.nn import functional
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError
-from insum_nn.facts import IndexFacts
+from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import GroupSize
 from insum_nn.layers.extents import IntOrInts, OfDimension, channels, expand_nd
 from insum_nn.layers.pruned.pruned_module import PrunedModule
@@ -31,6 +31,7 @@ __all__ = ["PrunedConv", "PrunedConv1d", "PrunedConv2d", "PrunedConv3d"]
 
 Dense = TypeVar("Dense", bound=DenseConv)
 Layer = TypeVar("Layer", bound="PrunedConv[Any]")
+_PLACES = NamedFacts(P=IndexFacts(sorted=True, unique=True, masked=False, proven=True))
 _MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
@@ -50,6 +51,8 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         position: (p,) int64, places in the flattened (out_channels, in_channels / groups, *kernel_size).
         zeros: padding (before, after) of each axis.
     """
+
+    _USES, _SHORT = "cells of an output channel", 7
 
     def __init__(
         self,
@@ -181,13 +184,29 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         size = [step * (cells - 1) + 1 + sum(zeros) for step, cells, zeros in sides]
         return self.weight.new_zeros(1, self.in_channels, *size)
 
-    def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
-        batched = input.ndim == 2 + self.NDIM
-        input, above = (input, grad_output) if batched else (input[None], grad_output[None])
-        wide = torch.promote_types(above.dtype, torch.float32)
-        padded, _ = self._padded(input.to(wide), every_mode=True)
-        steps: dict[str, Any] = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
-        return getattr(grad, f"conv{self.NDIM}d_weight")(padded, self.grid_shape, above.to(wide), **steps)
+    # The dense product.
+
+    def _by_library(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        even = self.padding_mode == "zeros" and all(before == after for before, after in self.zeros)
+        padded, zeros = (input, self.zeros) if even else self._padded(input, every_mode=True)
+        steps = self.stride, [before for before, _ in zeros], self.dilation, self.groups
+        return getattr(functional, f"conv{self.NDIM}d")(padded, weight, bias, *steps)
+
+    def _forming(self) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
+        named, size = {"P": self.position, "F": self.weight}, math.prod(self.grid_shape)
+        return "H[P[p]] += F[p]", _PLACES, named, self.options, (size,)
+
+    @property
+    def _moved(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.in_channels + self.out_channels
+
+    def _kernels(self, mask: Tensor) -> Tensor:
+        return torch.block_diag(*mask.flatten(2).any(2).chunk(self.groups))
+
+    def _pays(self, uses: int, row: int) -> bool:
+        # A library takes as many channels of each group.
+        alike = self.groups == 1 or (self._read is None and self._written is None)
+        return alike and super()._pays(uses, row)
 
     # The convolution.
 
@@ -222,7 +241,7 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
 
         Returns:
             (n, out_channels, ..), or without n. Cells that no stored weight reads do not count, not even where they
-            are NaN.
+            are NaN; where the product is the dense weight's (see `repr`), that holds of channels.
 
         Raises:
             InsumShapeError: the input has another rank or other channels, or the kernel does not fit it.
@@ -232,13 +251,18 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         single = input.ndim == 1 + self.NDIM
         samples = input.unsqueeze(0) if single else input
         check_pruned_conv(samples, self.weight, self.in_channels, self.bias, self._statements()[0], self.NDIM)
+        steps = self.kernel_size, self.stride
+        output = pruned_conv_output(samples.shape[2:], *steps, self.zeros, self.dilation)
+        result = self._by_dense(input, samples.shape[0] * math.prod(output), output[-1])
+        if result is not None:
+            return result
         samples, zeros = self._padded(samples)
         result = pruned_conv(
             samples,
             self.weight,
             self.index,
             (self.in_channels, self.out_channels),
-            pruned_conv_output(samples.shape[2:], self.kernel_size, self.stride, zeros, self.dilation),
+            output,
             self.bias,
             stride=self.stride,
             padding=[before for before, _ in zeros],

@@ -6,18 +6,24 @@ the places in training. They are two classes so that each has one subject.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar, cast
+from itertools import zip_longest
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from insum_nn.compiler.api import is_plain_eager
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDeviceError, InsumFormatError, InsumShapeError
+from insum_nn.facts import IndexFacts
 from insum_nn.faults import Faults
 from insum_nn.formats import GroupCOO, GroupSize
+from insum_nn.layers.pruned.dense_product import dense_pays
 from insum_nn.layers.pruned.scripted_call import ScriptedCall
 from insum_nn.layers.statement_layer import ExplainedLayer
+from insum_nn.ops.statements import run
 from insum_nn.structure.pruning import note_new_rows, random_mask
 from insum_nn.tensor_cache import unwritten
 
@@ -43,11 +49,18 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         options: compile options.
     """
 
+    _USES: ClassVar[str]
+    # The shortest row of outputs that is common.
+    _SHORT: ClassVar[int]
+    # Numbers that a kernel over stored weights moves between layouts, each time that a weight is used.
+    _moved: int
     __call__: Callable[..., Tensor]
     weight: nn.Parameter
     bias: nn.Parameter | None
     position: Tensor
     dense_shape: Tensor
+    _read: Tensor | None
+    _written: Tensor | None
 
     def __init__(self, group_size: GroupSize, options: Options) -> None:
         super().__init__()
@@ -89,8 +102,16 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         """Return the smallest input of a call."""
         raise NotImplementedError
 
-    def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
-        """Return the gradient of the dense weight from one call's input and its output's gradient."""
+    def _by_library(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Call torch's function of the dense layer."""
+        raise NotImplementedError
+
+    def _forming(self) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
+        """Return the statement that forms the dense weight, as `run` takes it."""
+        raise NotImplementedError
+
+    def _kernels(self, mask: Tensor) -> Tensor:
+        """Return which inputs a mask has each output read: features, or channels of a group."""
         raise NotImplementedError
 
     def _grid_norms(self, dense: Tensor) -> Tensor:
@@ -235,11 +256,18 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         with position.device:
             index = self._make_index(position)
             shape = torch.tensor(self.dense_extents)
+            mask = torch.zeros(torch.Size(self.grid_shape).numel(), dtype=torch.bool)
+            mask[position] = True
+            used = self._kernels(mask.reshape(self.grid_shape))
+        kept = {"_read": used.any(0), "_written": used.any(1)}
         self._index_names = tuple(index)
         for name, tensor in {"position": position, "dense_shape": shape, **index}.items():
             moved = tensor.to(device)
             self.register_buffer(name, moved, persistent=name not in index)
             unwritten(moved)
+        for name, each in kept.items():
+            places = None if bool(each.all()) else each.nonzero().squeeze(1).to(device)
+            self.register_buffer(name, places, persistent=False)
 
     def _replace_weight(self, data: Tensor) -> None:
         former, self.weight.data = self.weight.shape, data
@@ -261,6 +289,53 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         """Return cells at (row, col) in groups that share their row; the values are the cells' numbers."""
         number = torch.arange(row.shape[0], device=row.device)
         return GroupCOO.from_coo((row, col), number, shape, group_size=size)
+
+    # The dense product, where it is faster.
+
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        sizes = (1 << power for power in range(21))
+        first = next((uses for uses in sizes if self._pays(uses, min(uses, self._SHORT))), None)
+        kind = f"from {first} {self._USES} on at the earliest, by the dense weight"
+        return {} if first is None else {kind: (self._forming()[0],)}
+
+    def _pays(self, uses: int, row: int) -> bool:
+        """Return whether the dense product is faster; see `dense_pays`."""
+        cells = math.prod(self.dense_extents)
+        for extent, kept in zip(self.dense_extents, (self._written, self._read), strict=False):
+            cells = cells if kept is None else cells // extent * kept.shape[0]
+        return dense_pays(self.weight, cells, uses, row, self._moved, self.options)
+
+    def _by_dense(self, input: Tensor, uses: int, row: int) -> Tensor | None:
+        """Return the result of the dense product, with gradients of stored weights; `None` where it is not faster.
+
+        Features or channels that no weight reads, or none writes, take no part.
+        """
+        weight, bias, read, written = self.weight, self.bias, self._read, self._written
+        if not is_plain_eager(input, weight) or input.dtype != weight.dtype or input.device != weight.device:
+            return None
+        if not self._pays(uses, row):
+            return None
+        whole = tuple(n * cell for n, cell in zip_longest(self.grid_shape, weight.shape[1:], fillvalue=1))
+        dense, extents = run(*self._forming()).reshape(whole), self.dense_extents
+        dense, axis = dense if whole == extents else dense[tuple(map(slice, extents))], 1 - len(extents)
+        if read is not None:
+            input, dense = input.index_select(axis, read), dense.index_select(1, read)
+        if written is None:
+            return self._by_library(input, dense, bias)
+        own = None if bias is None else bias.index_select(0, written)
+        result = self._by_library(input, dense.index_select(0, written), own)
+        shape = [*result.shape]
+        shape[axis] = extents[0]
+        start = result.new_zeros(()) if bias is None else bias.reshape(-1, *(1,) * (-1 - axis)).type_as(result)
+        return start.expand(shape).index_copy(axis, written, result)
+
+    def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
+        """Return the gradient of the dense weight from one call's input and its output's gradient."""
+        wide = torch.promote_types(grad_output.dtype, torch.float32)
+        weight = input.new_zeros(self.dense_extents, dtype=wide).requires_grad_()
+        with torch.enable_grad():
+            result = self._by_library(input.to(wide), weight, None)
+        return torch.autograd.grad(result, weight, grad_output.to(wide))[0]
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return what TorchScript is to compile in place of the layer; it calls this."""

@@ -484,14 +484,16 @@ def test_repr_and_explain():
     layer = BlockSparseLinear(96, 64, density=0.5)
     assert repr(layer) == (
         "BlockSparseLinear(in_features=96, out_features=64, bias=True, block_shape=(32, 32), blocks=3 of 6)\n"
-        "  Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]"
+        "  Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]\n"
+        "  from 1024 samples on at the earliest, by the dense weight:\n"
+        "    H[Row[p],a,Col[p],b] += W[p,a,b]"
     )
-    assert layer.expression == "Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]"
-    assert layer.expression in str(layer.explain())
+    assert layer.expression == "Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]\nH[Row[p],a,Col[p],b] += W[p,a,b]"
+    assert layer._statements()[0] in str(layer.explain())
     assert "missing entry" not in str(layer.explain())
     assert "index_select" in str(layer.explain(torch.randn(4, 96)))
     grouped = BlockSparseLinear(96, 64, density=0.5, group_size=2)
-    assert grouped.expression == "Y[n,Row[g],a] += W[Slot[g,q],a,b] * X[n,Col[g,q],b]"
+    assert grouped._statements() == ("Y[n,Row[g],a] += W[Slot[g,q],a,b] * X[n,Col[g,q],b]",)
     assert "group_size=2" in repr(grouped)
     assert "index_select" in str(grouped.explain(torch.randn(4, 96)))
 

@@ -415,21 +415,27 @@ def test_repr_and_explain():
     layer = PrunedConv2d(4, 8, 3, stride=2, padding=1, density=0.25)
     assert repr(layer) == (
         "PrunedConv2d(4, 8, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), weights=72 of 288)\n"
-        "  O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],2*p+R[g,k]-1,2*q+S[g,k]-1]"
+        "  O[n,M[g],p,q] += F[Slot[g,k]] * I[n,C[g,k],2*p+R[g,k]-1,2*q+S[g,k]-1]\n"
+        "  from 1024 cells of an output channel on at the earliest, by the dense weight:\n"
+        "    H[P[p]] += F[p]"
     )
-    assert layer.expression in str(layer.explain())
+    assert layer._statements()[0] in str(layer.explain())
     assert "index_select" in str(layer.explain(torch.randn(2, 4, 6, 6)))
     assert repr(PrunedConv1d(4, 8, 3, padding=1, density=0.25)) == (
         "PrunedConv1d(4, 8, kernel_size=(3,), stride=(1,), padding=(1,), weights=24 of 96)\n"
-        "  O[n,M[g],p] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k]-1]"
+        "  O[n,M[g],p] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k]-1]\n"
+        "  from 1024 cells of an output channel on at the earliest, by the dense weight:\n"
+        "    H[P[p]] += F[p]"
     )
     layer = PrunedConv3d(4, 8, 3, (1, 2, 3), (0, 1, 2), 2, 2, False, density=0.25)
     assert repr(layer) == (
         "PrunedConv3d(4, 8, kernel_size=(3, 3, 3), stride=(1, 2, 3), padding=(0, 1, 2), dilation=(2, 2, 2), groups=2, "
         "bias=False, weights=108 of 432)\n"
-        "  O[n,M[g],p,q,r] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k],2*q+S[g,k]-1,3*r+T[g,k]-2]"
+        "  O[n,M[g],p,q,r] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k],2*q+S[g,k]-1,3*r+T[g,k]-2]\n"
+        "  from 512 cells of an output channel on at the earliest, by the dense weight:\n"
+        "    H[P[p]] += F[p]"
     )
-    assert layer.expression in str(layer.explain())
+    assert layer._statements()[0] in str(layer.explain())
 
 
 # Bad input.

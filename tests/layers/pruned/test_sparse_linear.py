@@ -252,9 +252,12 @@ def test_on_each_device(device: torch.device):
 def test_repr_and_explain():
     layer = make()
     assert repr(layer) == (
-        "SparseLinear(in_features=13, out_features=7, bias=True, weights=27 of 91)\n  Y[n,Row[p]] += W[p] * X[n,Col[p]]"
+        "SparseLinear(in_features=13, out_features=7, bias=True, weights=27 of 91)\n"
+        "  Y[n,Row[p]] += W[p] * X[n,Col[p]]\n"
+        "  from 256 samples on at the earliest, by the dense weight:\n"
+        "    H[Row[p],Col[p]] += W[p]"
     )
-    assert layer.expression in str(layer.explain(torch.randn(2, 13, dtype=torch.float64)))
+    assert layer._statements()[0] in str(layer.explain(torch.randn(2, 13, dtype=torch.float64)))
 
 
 def test_bad_arguments():
