@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from insum_nn.compiler.api import is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
@@ -306,7 +307,8 @@ class BlockSparseLinear(PrunedModule):
             InsumDeviceError: the input is on another device.
         """
         shape = (self.out_features, self.in_features)
-        if input.shape[-1:] == shape[1:]:
+        # A tracer records what is asked of sizes.
+        if is_plain_eager(input) and input.shape[-1:] == shape[1:]:
             samples = math.prod(input.shape[:-1])
             result = self._by_dense(input, samples, samples)
             if result is not None:
