@@ -168,11 +168,6 @@ CALLS_A_LIBRARY: dict[str, str] = {
 # Rules by device stand in `compiler/runtime/composite/statement_choice.py`.
 # file of ops/ or layers/ -> why it asks where a tensor is all the same; each line here is a debt.
 DEVICE_RULES: dict[str, str] = {
-<<<<<<< HEAD
-=======
-    "insum_nn/layers/pruned/dense_product.py": "from where on a library's dense product is faster, on a CPU",
-    "insum_nn/layers/spconv/cppcore.py": "spconv's interface names the kind of device",
->>>>>>> 7772c62b (Pruned layers multiply by the dense weight on a CPU where that is faster, by one rule)
     "insum_nn/layers/spconv/hash.py": "spconv's tables differ by device",
     "insum_nn/layers/spconv/utils.py": "spconv's interface compares kinds of devices",
 }

@@ -59,6 +59,7 @@ from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
+from insum_nn.compiler.schedule.product_cost import dense_pays
 from insum_nn.errors import InsumDtypeError, InsumFormatError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
@@ -78,6 +79,7 @@ __all__ = [
     "call_traced",
     "compile",
     "compile_built",
+    "dense_pays",
     "fits_between",
     "fits_both_ends",
     "for_each_vector",

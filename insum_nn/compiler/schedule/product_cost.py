@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from insum_nn.compiler.ir.pairwise import cheapest_order
 from insum_nn.compiler.lang.misses import labels_of
@@ -22,9 +23,10 @@ __all__ = [
     "Machine",
     "Sizes",
     "cost_of",
-    "dense_from",
+    "dense_pays",
     "machine_of",
     "multiplies_blocks",
+    "of_block",
     "worth_grouping",
 ]
 
@@ -112,18 +114,68 @@ _GPU_PER_BYTE = {1: 100.0, 2: 100.0, 4: 12.0, 8: 6.0}
 _GPU_SINGLE, _GPU_CALL = 4.0, 6e6
 
 
-# Share of stored blocks from which a GPU multiplies faster by the dense matrix, which is formed for it, by what the
-# shorter side of a block is at least. Half types on an H200, 4096 x 4096 x 4096: a kernel over blocks of 32 takes as
-# long as the library's product at 0.33, and forming the matrix comes on top; larger blocks are read fewer times. The
-# library multiplies float32 exactly unless it is told otherwise, and is slower at any share.
-_DENSE_FROM = {2: ((64, 0.6), (0, 0.37))}
-# By how much a kernel's rate differs from those shares: forming the matrix and clearing the operand are counted too.
-_FORMING = 0.82
+class _Rates(NamedTuple):
+    """What a product by stored weights takes, in multiplications of a library's product by the dense matrix.
+
+    Attributes:
+        alone: a multiplication by a single weight.
+        block: one by a weight of a large block.
+        side: of a block by whose weights one takes twice as long.
+        row: multiplications that take as long as starting a row of lanes.
+        moved: a number that is read or written out of order.
+        formed: a weight of the dense matrix, which is written for a call, and whose gradient is read.
+        calls: the library's call and the one that forms the matrix.
+    """
+
+    alone: float
+    block: float
+    side: float
+    row: float
+    moved: float
+    formed: float
+    calls: float
 
 
-def dense_from(width: int, side: int) -> float:
-    """Share of stored blocks from which a GPU multiplies by the dense matrix, by its bytes of a number."""
-    return next((share for least, share in _DENSE_FROM.get(width, ()) if side >= least), math.inf)
+# By device, and whether a number has 16 bits. One thread of a CPU, whose libraries use other instructions for 16 bits:
+# 1024 x 1024 and 2048 x 2048 with 1 to 1024 samples, blocks of 4 to 64, and convolutions of 64 to 256 channels on rows
+# of 14 to 56. An H200, whose libraries multiply by matrix units, but linear layers of float32 only if told: 1024 x 1024
+# and 4096 x 4096 with 64 to 4096 samples, 1 to 20 % of the weights or 10 to 50 % of blocks of 16 to 64, and
+# convolutions of 64 to 512 channels on 4 and 32 images of 7 to 56 rows, 2 to 20 % of the weights.
+_RATES = {
+    ("cpu", False): _Rates(3.0, 1.4, 10.0, 40.0, 65.0, 70.0, 2.0**20),
+    ("cpu", True): _Rates(24.0, 11.2, 10.0, 40.0, 65.0, 300.0, 2.0**20),
+    ("cuda", False): _Rates(50.0, 0.9, 16.0, 0.0, 400.0, 100.0, 2.0**32),
+    ("cuda", True): _Rates(300.0, 0.8, 100.0, 0.0, 2500.0, 400.0, 3 * 2.0**33),
+}
+
+
+def of_block(device_type: str, width: int, side: int) -> float:
+    """Multiplications of a dense product that take as long as one by a weight of a block, of so many bytes."""
+    rates = _RATES[device_type, width <= 2]
+    return rates.block * (1 + rates.side / side)
+
+
+def dense_pays(
+    device_type: str, width: int, stored: Sequence[int], cells: int, uses: int, row: int, moved: int
+) -> bool:
+    """Whether a product by stored weights is faster by the dense matrix, which is formed for each call.
+
+    Args:
+        device_type: what runs it.
+        width: bytes of a number.
+        stored: the shape of the stored weights: (p,), or blocks, (p, a, b).
+        cells: numbers of the dense matrix.
+        uses: how often each weight is multiplied.
+        row: of these, how many lie in a row, along which lanes run.
+        moved: numbers that a kernel over stored weights reads or writes out of order for each use.
+    """
+    rates = _RATES.get((device_type, width <= 2))
+    if rates is None or (device_type == "cuda" and width > 4):
+        # Few matrix units multiply float64.
+        return False
+    rate = of_block(device_type, width, min(stored[1:])) if stored[1:] else rates.alone
+    work = math.prod(stored) * rate * (1 + rates.row / max(row, 1)) + rates.moved * moved
+    return uses * work > cells * (uses + rates.formed) + rates.calls
 
 
 def machine_of(device_type: str, width: int, *, pairwise: bool, library: bool = False, adds: bool = False) -> Machine:
@@ -270,8 +322,7 @@ def _at_once(
         if machine.grouped:
             rate = _C_BLOCKS[side >= 32] * min(1.0, 4 / sizes.width) * (_ACROSS if profile.across else 1.0)
         else:
-            share = dense_from(sizes.width, side)
-            rate = machine.per_byte * (min(1.0, share * _FORMING) if machine.library else 1.0)
+            rate = machine.per_byte / (of_block("cuda", sizes.width, side) if machine.library else 1.0)
         return cells, products, products / rate
     if machine.grouped and profile.across and profile.labels == (profile.written,):
         return products, products, products * _C_COPY

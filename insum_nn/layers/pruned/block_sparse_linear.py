@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from insum_nn.compiler.api import is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
@@ -213,10 +212,6 @@ class BlockSparseLinear(PrunedModule):
         values = self.weight[:, None, None] if self._SINGLE else self.weight
         return BlockCOO(shape, self.block_shape, row, col, values, facts, coalesced=True)
 
-    def to_dense(self) -> Tensor:
-        """Return the dense weight, (out_features, in_features); differentiable."""
-        return self.matrix.to_dense()
-
     def to_linear(self) -> nn.Linear:
         """Return a dense layer with the same outputs; a copy."""
         factory: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
@@ -257,14 +252,16 @@ class BlockSparseLinear(PrunedModule):
     def _by_library(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(input, weight, bias)
 
-    def _forming(self) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
+    def _forming(
+        self, weight: Tensor
+    ) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
         written, read = self._statements()[0].split(" += ")
-        weight, samples = read.split(" * ")
+        stored, samples = read.split(" * ")
         # With the index of a sample, `n`, left out.
-        text = f"H[{written[4:-1]},{samples[4:-1]}] += {weight}"
+        text = f"H[{written[4:-1]},{samples[4:-1]}] += {stored}"
         rows, cols = self.grid_shape
         shape = (rows, cols) if self._SINGLE else (rows, None, cols, None)
-        return text, self._facts(), {"W": self.weight, **self.index}, self.options, shape
+        return text, self._facts(), {"W": weight, **self.index}, self.options, shape
 
     @property
     def _moved(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -307,8 +304,7 @@ class BlockSparseLinear(PrunedModule):
             InsumDeviceError: the input is on another device.
         """
         shape = (self.out_features, self.in_features)
-        # A tracer records what is asked of sizes.
-        if is_plain_eager(input) and input.shape[-1:] == shape[1:]:
+        if not torch.jit.is_tracing() and input.shape[-1:] == shape[1:] and input.device == self.weight.device:
             samples = math.prod(input.shape[:-1])
             result = self._by_dense(input, samples, samples)
             if result is not None:

@@ -156,11 +156,6 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
     def _stored_of(self, dense: Tensor) -> Tensor:
         return dense.reshape(-1)[self.position]
 
-    def to_dense(self) -> Tensor:
-        """Return the dense filters, (out_channels, in_channels / groups, *kernel_size); differentiable."""
-        flat = self.weight.new_zeros(math.prod(self.grid_shape))
-        return flat.index_put((self.position,), self.weight).reshape(self.grid_shape)
-
     def to_conv(self) -> Dense:
         """Return a dense layer with the same outputs; a copy."""
         return self._copied_to(cast(Dense, getattr(nn, f"Conv{self.NDIM}d")(**_shared_arguments(self))))
@@ -192,8 +187,10 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         steps = self.stride, [before for before, _ in zeros], self.dilation, self.groups
         return getattr(functional, f"conv{self.NDIM}d")(padded, weight, bias, *steps)
 
-    def _forming(self) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
-        named, size = {"P": self.position, "F": self.weight}, math.prod(self.grid_shape)
+    def _forming(
+        self, weight: Tensor
+    ) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
+        named, size = {"P": self.position, "F": weight}, math.prod(self.grid_shape)
         return "H[P[p]] += F[p]", _PLACES, named, self.options, (size,)
 
     @property
@@ -203,10 +200,10 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
     def _kernels(self, mask: Tensor) -> Tensor:
         return torch.block_diag(*mask.flatten(2).any(2).chunk(self.groups))
 
-    def _pays(self, uses: int, row: int) -> bool:
+    def _pays(self, uses: int, row: int, width: int | None = None) -> bool:
         # A library takes as many channels of each group.
         alike = self.groups == 1 or (self._read is None and self._written is None)
-        return alike and super()._pays(uses, row)
+        return alike and super()._pays(uses, row, width)
 
     # The convolution.
 

@@ -14,16 +14,15 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from insum_nn.compiler.api import is_plain_eager
+from insum_nn.compiler.api import dense_pays, is_plain_eager
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDeviceError, InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.faults import Faults
 from insum_nn.formats import GroupCOO, GroupSize
-from insum_nn.layers.pruned.dense_product import dense_pays
 from insum_nn.layers.pruned.scripted_call import ScriptedCall
 from insum_nn.layers.statement_layer import ExplainedLayer
-from insum_nn.ops.statements import run
+from insum_nn.ops.statements import run, to_autocast
 from insum_nn.structure.pruning import note_new_rows, random_mask
 from insum_nn.tensor_cache import unwritten
 
@@ -84,7 +83,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
 
     def to_dense(self) -> Tensor:
         """Return the dense weight; differentiable."""
-        raise NotImplementedError
+        return self._dense(self.weight)
 
     def reset_parameters(self) -> None:
         """Draw the parameters again."""
@@ -106,7 +105,9 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         """Call torch's function of the dense layer."""
         raise NotImplementedError
 
-    def _forming(self) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
+    def _forming(
+        self, weight: Tensor
+    ) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
         """Return the statement that forms the dense weight, as `run` takes it."""
         raise NotImplementedError
 
@@ -296,14 +297,17 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         sizes = (1 << power for power in range(21))
         first = next((uses for uses in sizes if self._pays(uses, min(uses, self._SHORT))), None)
         kind = f"from {first} {self._USES} on at the earliest, by the dense weight"
-        return {} if first is None else {kind: (self._forming()[0],)}
+        return {} if first is None else {kind: (self._forming(self.weight)[0],)}
 
-    def _pays(self, uses: int, row: int) -> bool:
+    def _pays(self, uses: int, row: int, width: int | None = None) -> bool:
         """Return whether the dense product is faster; see `dense_pays`."""
-        cells = math.prod(self.dense_extents)
+        weight, cells = self.weight, math.prod(self.dense_extents)
+        if self.options.backend != "auto" or self.options.deterministic or torch.are_deterministic_algorithms_enabled():
+            return False
         for extent, kept in zip(self.dense_extents, (self._written, self._read), strict=False):
             cells = cells if kept is None else cells // extent * kept.shape[0]
-        return dense_pays(self.weight, cells, uses, row, self._moved, self.options)
+        width = weight.itemsize if width is None else width
+        return dense_pays(weight.device.type, width, weight.shape, cells, uses, row, self._moved)
 
     def _by_dense(self, input: Tensor, uses: int, row: int) -> Tensor | None:
         """Return the result of the dense product, with gradients of stored weights; `None` where it is not faster.
@@ -311,13 +315,16 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         Features or channels that no weight reads, or none writes, take no part.
         """
         weight, bias, read, written = self.weight, self.bias, self._read, self._written
-        if not is_plain_eager(input, weight) or input.dtype != weight.dtype or input.device != weight.device:
+        if torch._C._is_any_autocast_enabled():
+            input, weight = to_autocast(input), to_autocast(weight)
+        # An exported graph is of any sizes, which this would limit.
+        compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        if not (compiled or is_plain_eager(input, weight)) or input.dtype != weight.dtype:
             return None
-        if not self._pays(uses, row):
+        if not self._pays(uses, row, weight.itemsize):
             return None
-        whole = tuple(n * cell for n, cell in zip_longest(self.grid_shape, weight.shape[1:], fillvalue=1))
-        dense, extents = run(*self._forming()).reshape(whole), self.dense_extents
-        dense, axis = dense if whole == extents else dense[tuple(map(slice, extents))], 1 - len(extents)
+        dense, extents = self._dense(weight), self.dense_extents
+        axis = 1 - len(extents)
         if read is not None:
             input, dense = input.index_select(axis, read), dense.index_select(1, read)
         if written is None:
@@ -328,6 +335,12 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         shape[axis] = extents[0]
         start = result.new_zeros(()) if bias is None else bias.reshape(-1, *(1,) * (-1 - axis)).type_as(result)
         return start.expand(shape).index_copy(axis, written, result)
+
+    def _dense(self, weight: Tensor) -> Tensor:
+        """Return the dense weight, of stored ones."""
+        whole = tuple(n * cell for n, cell in zip_longest(self.grid_shape, weight.shape[1:], fillvalue=1))
+        dense = run(*self._forming(weight)).reshape(whole)
+        return dense if whole == self.dense_extents else dense[tuple(map(slice, self.dense_extents))]
 
     def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
         """Return the gradient of the dense weight from one call's input and its output's gradient."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from insum_nn.compiler.options import Options
+from insum_nn.compiler.schedule.product_cost import dense_pays
 from insum_nn.layers import BlockSparseLinear, PrunedConv1d, PrunedConv2d, PrunedConv3d, SparseLinear
 from insum_nn.layers.pruned import pruned_weight
 from insum_nn.structure.pruning import filter_mask, random_mask
@@ -78,10 +79,13 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_equals_dense(name: str, dtype: torch.dtype, always: list[str]):
+def test_equals_dense(name: str, dtype: torch.dtype, device: torch.device, always: list[str], monkeypatch: Any):
+    # Else a GPU's convolutions round float32.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     layer, shape = CASES[name]()
-    layer = layer.to(dtype)
-    x = strided(torch.randn(shape, dtype=dtype)) if len(shape) == 2 else torch.randn(shape, dtype=dtype)
+    layer = layer.to(device, dtype)
+    x = torch.randn(shape, dtype=dtype, device=device)
+    x = strided(x) if len(shape) == 2 else x
     bias = [] if layer.bias is None else [layer.bias]
     own, theirs = x.detach().requires_grad_(), x.detach().double().requires_grad_()
     weight = layer.to_dense().detach().double().requires_grad_()
@@ -89,7 +93,7 @@ def test_equals_dense(name: str, dtype: torch.dtype, always: list[str]):
     y, z = layer(own), dense_of(layer, theirs, weight, *(constant or [None]))
     assert always
     assert_matches(y, z, dtype=dtype, kind="sum")
-    back = torch.randn(z.shape, dtype=torch.float64).to(dtype)
+    back = torch.randn(z.shape, dtype=torch.float64, device=device).to(dtype)
     found = torch.autograd.grad(y, [own, layer.weight, *bias], back)
     wanted = torch.autograd.grad(z, [theirs, weight, *constant], back.double())
     stored = layer._stored_of(wanted[1])
@@ -110,6 +114,21 @@ def test_second_derivatives(name: str, always: list[str]):
     inputs = (torch.randn(shape, dtype=torch.float64, requires_grad=True), *named.values())
     assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
     assert always
+
+
+@pytest.mark.parametrize("name", ["weights, not all rows", "groups of blocks", "2d, filters", "2d, groups"])
+def test_autocast(name: str, device: torch.device, always: list[str]):
+    layer, shape = CASES[name]()
+    layer, x = layer.to(device), torch.randn(shape, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = layer(x), layer(x.bfloat16())
+    assert always
+    narrow = [None if p is None else p.detach().bfloat16().double() for p in (layer.to_dense(), layer.bias)]
+    for y in found:
+        assert y.dtype == torch.bfloat16
+        assert_matches(y, dense_of(layer, x.bfloat16().double(), *narrow), dtype=torch.bfloat16, kind="sum")
+    (gradient,) = torch.autograd.grad(found[0].sum(), layer.weight)
+    assert gradient.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["weights, not all rows", "2d, filters", "2d, channels without bias"])
@@ -137,6 +156,33 @@ def test_channels_left_out_in_groups_run_the_statement(always: list[str]):
     assert not always
 
 
+@pytest.mark.parametrize(
+    ("layer", "few", "many"),
+    [
+        (lambda: SparseLinear(128, 128, density=0.5), (2, 128), (4096, 128)),
+        (lambda: conv(PrunedConv2d, "M", padding=1), (1, 6, 8, 8), (8, 6, 64, 64)),
+    ],
+)
+def test_a_compiled_graph_decides_by_its_sizes(layer: Any, few: tuple[int, ...], many: tuple[int, ...]):
+    own = layer()
+    torch._dynamo.reset()
+    traced: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        library = {"linear", "conv2d"}
+        traced.append("dense" if library & {getattr(n.target, "__name__", "") for n in graph.graph.nodes} else "stored")
+        return graph
+
+    compiled = torch.compile(own, backend=backend, fullgraph=True, dynamic=True)
+    for shape in (few, many):
+        x = torch.randn(shape)
+        assert_matches(compiled(x), own(x), dtype=torch.float32, kind="sum")
+    assert traced == ["stored", "dense"]
+    exported = torch.export.export(own, (torch.randn(many),), dynamic_shapes=({0: torch.export.Dim("n", min=2)},))
+    x = torch.randn(3, *many[1:])
+    assert_matches(exported.module()(x), own(x), dtype=torch.float32, kind="sum")
+
+
 def test_places_may_change(always: list[str]):
     layer, x = SparseLinear(13, 7, mask=rows_and_columns()), torch.randn(4, 13)
     layer.update_mask(torch.ones(7, 13, dtype=torch.bool))
@@ -161,12 +207,32 @@ def test_places_may_change(always: list[str]):
         (lambda **o: PrunedConv2d(256, 256, 3, padding=1, density=0.2, **o), (2, 256, 14, 14), True),
     ],
 )
-def test_the_rule(make: Any, shape: tuple[int, ...], dense: bool):
+def test_the_rule_of_a_cpu(make: Any, shape: tuple[int, ...], dense: bool):
     layer = make()
     uses = shape[0] * int(torch.Size(shape[2:]).numel())
     assert layer._pays(uses, shape[-1] if len(shape) > 2 else uses) == dense
     assert not make(options=Options(backend="c"))._pays(1 << 20, 7)
     assert not make(options=Options(deterministic=True))._pays(1 << 20, 7)
+
+
+@pytest.mark.parametrize(
+    ("width", "stored", "cells", "uses", "moved", "dense"),
+    [
+        # 64 channels of 32 images of 56 x 56, 20 % and 2 % of the weights; 4 images.
+        (4, (7373,), 36864, 100352, 128, True),
+        (4, (3686,), 36864, 12544, 128, False),
+        # 4096 x 4096, 64 and 4096 samples, 1 % of the weights.
+        (2, (167772,), 1 << 24, 64, 32768, False),
+        (2, (167772,), 1 << 24, 4096, 32768, True),
+        # Blocks, 50 % and 20 %.
+        (2, (8192, 32, 32), 1 << 24, 4096, 0, True),
+        (2, (3277, 32, 32), 1 << 24, 4096, 0, False),
+        (4, (8192, 32, 32), 1 << 24, 4096, 0, False),
+        (8, (8192, 32, 32), 1 << 24, 4096, 0, False),
+    ],
+)
+def test_the_rule_of_a_gpu(width: int, stored: tuple[int, ...], cells: int, uses: int, moved: int, dense: bool):
+    assert dense_pays("cuda", width, stored, cells, uses, uses, moved) == dense
 
 
 def test_repr_says_from_where_on():

@@ -14,7 +14,7 @@ from torch import Tensor
 from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.modes import is_plain_eager
-from insum_nn.compiler.schedule.product_cost import dense_from
+from insum_nn.compiler.schedule.product_cost import of_block
 from insum_nn.dtypes import is_widened
 
 __all__ = [
@@ -56,7 +56,7 @@ def many_by_columns(weight: Tensor, grid: tuple[int, int], options: Options) -> 
     if min(weight.shape[1:]) < 16 or weight.shape[2] * weight.element_size() > _PIECE:
         return False
     # A dense product takes samples as they lie.
-    return weight.shape[0] < dense_from(weight.element_size(), min(weight.shape[1:])) * math.prod(grid)
+    return weight.shape[0] * of_block("cuda", weight.element_size(), min(weight.shape[1:])) < math.prod(grid)
 
 
 # Sums over pairs by a table of neighbours.
