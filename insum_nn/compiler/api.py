@@ -25,13 +25,12 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
     MOST_CELLS,
     MOST_TERMS,
     by_table,
+    dense_uses,
     fits_between,
     fits_both_ends,
-    many_by_columns,
     pairs_are_faster,
     paths_are_products,
     pays_between,
-    takes_columns,
 )
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
@@ -59,7 +58,6 @@ from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
-from insum_nn.compiler.schedule.product_cost import dense_pays
 from insum_nn.errors import InsumDtypeError, InsumFormatError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
@@ -79,7 +77,7 @@ __all__ = [
     "call_traced",
     "compile",
     "compile_built",
-    "dense_pays",
+    "dense_uses",
     "fits_between",
     "fits_both_ends",
     "for_each_vector",
@@ -92,7 +90,6 @@ __all__ = [
     "keep_bitmasks",
     "keep_inner",
     "keep_lengths",
-    "many_by_columns",
     "multilinear",
     "multilinear_gradients",
     "needed_gradients",
@@ -107,7 +104,6 @@ __all__ = [
     "stable_order",
     "statement_calls",
     "table",
-    "takes_columns",
     "to_autocast",
     "under_autocast",
     "without_autocast",

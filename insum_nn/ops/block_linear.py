@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import BoundSums, Program, built_program, many_by_columns, takes_columns
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
@@ -21,7 +19,6 @@ from insum_nn.ops.statements import (
     pad_axis,
     run,
     static_shape,
-    to_autocast,
     under_autocast,
     untraced,
 )
@@ -29,11 +26,10 @@ from insum_nn.ops.statements import (
 __all__ = [
     "BLOCK_LINEAR",
     "BLOCK_LINEAR_FACTS",
-    "BlockColumns",
     "block_linear",
     "block_linear_expression",
-    "block_linear_statements",
     "block_linear_stored",
+    "block_linear_text",
 ]
 
 BLOCK_LINEAR: Mapping[str, str] = MappingProxyType(
@@ -59,29 +55,6 @@ BLOCK_LINEAR_FACTS: Mapping[str, NamedFacts] = MappingProxyType(
     }
 )
 """What a layer guarantees of the index tensors it keeps."""
-
-# On a GPU, for many samples. A block reads b features of every sample: pieces of b numbers, one sample apart, which use
-# little of the memory's bandwidth. So the input is transposed first, which costs two passes over it, and the blocks
-# read rows without gaps.
-COLUMNS: Mapping[str, str] = MappingProxyType(
-    {
-        "Y": "Y[n,Row[p],a] += W[p,a,b] * X[Col[p],b,n]",
-        "X": "dX[n,Col[p],b] += W[p,a,b] * dY[Row[p],a,n]",
-        "W": "dW[p,a,b] += dY[Row[p],a,n] * X[Col[p],b,n]",
-    }
-)
-"""The statement of each of the three tensors on transposed samples."""
-
-_OPERANDS = MappingProxyType({"Y": ("W", "X"), "X": ("W", "Y"), "W": ("Y", "X")})
-# The same by their names in the statements.
-_READ = {"Y": ("W", "X"), "X": ("W", "dY"), "W": ("dY", "X")}
-TRANSPOSED = "T[c,n] += X[n,c]"
-"""Makes the operands of the others."""
-
-COLUMNS_FACTS = NamedFacts(
-    Row=IndexFacts(sorted=True, masked=False, proven=True), Col=IndexFacts(masked=False, proven=True)
-)
-_NO_FACTS = NamedFacts()
 
 
 def block_linear(
@@ -137,8 +110,6 @@ def block_linear_stored(
 
         Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]
         Y[n,Row[g],a] += W[Slot[g,q],a,b] * X[n,Col[g,q],b]         with groups of blocks that share their row
-        T[c,n] += X[n,c]
-        Y[n,Row[p],a] += W[p,a,b] * X[Col[p],b,n]                   on `T`, for many samples on a GPU
 
     Args:
         input: as for `block_linear`.
@@ -153,8 +124,7 @@ def block_linear_stored(
         in a feature that some block reads then reaches every result.
     """
     form = "slots" if "Slot" in index else "BlockCOO"
-    stored = form == "BlockCOO" and weight.ndim > 1
-    return _apply(input, weight, index, form, BLOCK_LINEAR_FACTS[form], shape, bias, options, stored=stored)
+    return _apply(input, weight, index, form, BLOCK_LINEAR_FACTS[form], shape, bias, options)
 
 
 def _apply(
@@ -166,38 +136,26 @@ def _apply(
     shape: tuple[int, ...],
     bias: Tensor | None,
     options: Options,
-    *,
-    stored: bool = False,
 ) -> Tensor:
-    """Check a call, and run the statement of a form; `stored`: a layer's single blocks, which another reads too."""
+    """Check a call, and run the statement of a form."""
     _check(input, weight, shape, bias)
     m, k = shape
     a, b = (1, 1) if weight.ndim == 1 else static_shape(weight)[-2:]
-    grid = rows, cols = -(-m // a), -(-k // b)
+    rows, cols = -(-m // a), -(-k // b)
     flat = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), k)
     # With zeros after the last feature.
-    x, columns = flat if cols * b == k else pad_axis(flat, 1, cols * b), False
-    if stored:
-        samples, values = x, weight
-        if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-            samples, values = to_autocast(x), to_autocast(weight)
-        columns = takes_columns(samples, values, grid, options)
-        if columns:
-            x, weight = samples, values
+    x = flat if cols * b == k else pad_axis(flat, 1, cols * b)
     # As the sum's initial value, the bias spares a pass over the output.
     starts = bias is not None and rows * a == m and x.dtype == weight.dtype == bias.dtype
     initial = bias if starts else None
     single = a == b == 1
-    if columns:
-        result = BlockColumns(index["Row"], index["Col"], grid, options)(x, weight, initial)
-    else:
-        named = {"W": weight, "X": x if single else x.reshape(x.shape[0], cols, b), **index}
-        if single and weight.ndim > 1:
-            named["W"] = weight.squeeze(-1).squeeze(-1)
-        if initial is not None:
-            named["Y"] = initial if single else initial.reshape(rows, a)
-        out_shape = (None, rows) if single else (None, rows, a)
-        result = run(_expression(form, single=single), facts, named, options, out_shape).flatten(1)
+    named = {"W": weight, "X": x if single else x.reshape(x.shape[0], cols, b), **index}
+    if single and weight.ndim > 1:
+        named["W"] = weight.squeeze(-1).squeeze(-1)
+    if initial is not None:
+        named["Y"] = initial if single else initial.reshape(rows, a)
+    out_shape = (None, rows) if single else (None, rows, a)
+    result = run(block_linear_text(form, single=single), facts, named, options, out_shape).flatten(1)
     if rows * a != m:
         result = result[:, :m]
     if bias is not None and initial is None:
@@ -234,7 +192,7 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, ...], bias: Tensor |
     return faults.raise_all()
 
 
-def _expression(form: str, *, single: bool) -> str:
+def block_linear_text(form: str, *, single: bool) -> str:
     """Return the expression of a form; of blocks of a `single` number, a product with a plain sparse matrix."""
     text = BLOCK_LINEAR[form]
     return text.replace(",a,b]", "]").replace(",a]", "]").replace(",b]", "]") if single else text
@@ -247,83 +205,6 @@ def block_linear_expression(weight: BlockFormat) -> str:
     'Y[n,Row[p]] += W[p] * X[n,Col[p]]'
     """
     require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO), recommended=BlockGroupCOO)
-    return _expression(
+    return block_linear_text(
         "BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO", single=weight.block_shape == (1, 1)
     )
-
-
-def block_linear_statements(
-    form: str, weight: Tensor, shape: tuple[int, int], options: Options = DEFAULT
-) -> tuple[str, ...]:
-    """Return the statement of a form, and the two that take its place for many samples where that is faster.
-
-    Args:
-        form: of `BLOCK_LINEAR`.
-        weight: `W`, (p, a, b), or (p,).
-        shape: (m, k).
-        options: compile options.
-    """
-    a, b = weight.shape[1:] or (1, 1)
-    grid = -(-shape[0] // a), -(-shape[1] // b)
-    many = form == "BlockCOO" and weight.ndim > 1 and many_by_columns(weight, grid, options)
-    return (_expression(form, single=a == b == 1), *((TRANSPOSED, COLUMNS["Y"]) if many else ()))
-
-
-@dataclass(frozen=True, slots=True)
-class BlockColumns(BoundSums):
-    """The three sums of a linear map of blocks on transposed samples, each other's gradients.
-
-    All three tensors are as a layer has them: `X` (n, cols * b), `Y` (n, rows * a), `W` (p, a, b).
-
-    Attributes:
-        row: (p,) ascending.
-        col: (p,).
-        grid: block rows and columns.
-        options: compile options.
-    """
-
-    row: Tensor
-    col: Tensor
-    grid: tuple[int, int]
-    options: Options
-
-    operands = _OPERANDS
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return (n, rows * a), each row of which starts from the bias (rows * a,); differentiable to any order."""
-        return self.in_modes("Y", {"W": weight, "X": x}, bias)
-
-    def call(
-        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[Program, Sequence[Tensor], tuple[int, ...]]:
-        """Return the statement of the tensor of that name, and what it reads."""
-        (rows, cols), (a, b) = self.grid, operands
-        if requested == "W":
-            y, x = self._columns("Y", a, made), self._columns("X", b, made)
-            read, shape = (y, x), (self.row.shape[0], y.shape[1], x.shape[1])
-        else:
-            name, blocks, size = ("X", rows, a.shape[1]) if requested == "Y" else ("Y", cols, a.shape[2])
-            read, shape = (a.contiguous(), self._columns(name, b, made)), (b.shape[0], blocks, size)
-        named = {"Row": self.row, "Col": self.col, **dict(zip(_READ[requested], read, strict=True))}
-        product = built_program(COLUMNS[requested], COLUMNS_FACTS, self.options)
-        return product, [named[name] for name in product.names], shape
-
-    def result(self, requested: str, written: Tensor) -> Tensor:
-        """Return it as a layer has it."""
-        return written if requested == "W" else written.flatten(1)
-
-    def _columns(self, name: str, samples: Tensor, made: dict[str, Tensor] | None) -> Tensor:
-        """Return the operand of that name, (n, blocks * b), by columns, (blocks, b, n).
-
-        `made` holds those that exist; it is `None` where something is recorded or a mode is active.
-        """
-        if made is not None and name in made:
-            return made[name]
-        # torch's own transposing copy reaches a fifth of the memory's bandwidth.
-        count, columns = samples.shape
-        transposed, blocks = built_program(TRANSPOSED, _NO_FACTS, self.options), self.grid[name == "X"]
-        if made is None:
-            return transposed(X=samples).view(blocks, columns // blocks, count)
-        turned = transposed.run_plain((samples,), (columns, count))
-        made[name] = turned.view(blocks, columns // blocks, count)
-        return made[name]

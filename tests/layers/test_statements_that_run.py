@@ -262,22 +262,6 @@ def test_layers_around_products_explain_each_statement(layer: Any, columns: int)
         assert text in str(layer.explain(torch.randn(5, columns), statement=number))
 
 
-def test_transposed_samples_are_printed_and_explained_where_they_are_read(monkeypatch: pytest.MonkeyPatch):
-    """As above; `insum_nn.ops.block_linear` is also the function of that name."""
-    module = sys.modules["insum_nn.ops.block_linear"]
-    layer = layers.BlockSparseLinear(64, 48, block_shape=16, density=0.5).requires_grad_(False)
-    x = torch.randn(3, 64)
-    monkeypatch.setattr(module, "many_by_columns", lambda *call: True)
-    few, _, *many = layer.expression.splitlines()
-    assert repr(layer).splitlines()[-3:] == ["  for many samples:", *(f"    {text}" for text in many)]
-
-    assert ran_by(monkeypatch, lambda: layer(x)) == [few]
-    assert few in str(layer.explain(x))
-    monkeypatch.setattr(module, "takes_columns", lambda *call: True)
-    assert ran_by(monkeypatch, lambda: layer(x)) == many
-    assert many[-1] in str(layer.explain(x))
-
-
 def ran_by(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[str]:
     """The statements that a call without gradients runs, in order."""
     return [spec.expression for spec in specs_of(monkeypatch, call)]

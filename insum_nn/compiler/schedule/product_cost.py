@@ -23,7 +23,7 @@ __all__ = [
     "Machine",
     "Sizes",
     "cost_of",
-    "dense_pays",
+    "dense_from",
     "machine_of",
     "multiplies_blocks",
     "of_block",
@@ -155,27 +155,28 @@ def of_block(device_type: str, width: int, side: int) -> float:
     return rates.block * (1 + rates.side / side)
 
 
-def dense_pays(
-    device_type: str, width: int, stored: Sequence[int], cells: int, uses: int, row: int, moved: int
-) -> bool:
-    """Whether a product by stored weights is faster by the dense matrix, which is formed for each call.
+def dense_from(
+    device_type: str, width: int, stored: Sequence[int], cells: int, moved: int, row: int | None = None
+) -> float:
+    """How often each stored weight is multiplied where a product by the dense matrix, formed for a call, is as fast.
 
     Args:
         device_type: what runs it.
         width: bytes of a number.
         stored: the shape of the stored weights: (p,), or blocks, (p, a, b).
         cells: numbers of the dense matrix.
-        uses: how often each weight is multiplied.
-        row: of these, how many lie in a row, along which lanes run.
-        moved: numbers that a kernel over stored weights reads or writes out of order for each use.
+        moved: numbers that a kernel over stored weights reads or writes out of order for each multiplication.
+        row: along which lanes run: so many multiplications; `None`: all.
     """
     rates = _RATES.get((device_type, width <= 2))
     if rates is None or (device_type == "cuda" and width > 4):
         # Few matrix units multiply float64.
-        return False
+        return math.inf
     rate = of_block(device_type, width, min(stored[1:])) if stored[1:] else rates.alone
-    work = math.prod(stored) * rate * (1 + rates.row / max(row, 1)) + rates.moved * moved
-    return uses * work > cells * (uses + rates.formed) + rates.calls
+    work, begun = math.prod(stored) * rate, rates.row * math.prod(stored) * rate
+    each = work + rates.moved * moved + (begun / max(row, 1) if row is not None else 0.0) - cells
+    once = cells * rates.formed + rates.calls - (begun if row is None else 0.0)
+    return once / each if each > 0 else math.inf
 
 
 def machine_of(device_type: str, width: int, *, pairwise: bool, library: bool = False, adds: bool = False) -> Machine:

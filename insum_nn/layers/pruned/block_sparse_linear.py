@@ -20,8 +20,8 @@ from insum_nn.layers.pruned.pruned_module import PrunedModule
 from insum_nn.layers.pruned.pruned_weight import dense_parameter
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR_FACTS,
-    block_linear_statements,
     block_linear_stored,
+    block_linear_text,
 )
 from insum_nn.structure.pruning import group_norms, magnitude_mask, touched_blocks
 
@@ -52,7 +52,7 @@ class BlockSparseLinear(PrunedModule):
     """
 
     _SINGLE: ClassVar[bool] = False
-    _USES, _SHORT = "samples", 1 << 20
+    _USES = "samples"
 
     def __init__(
         self,
@@ -275,14 +275,7 @@ class BlockSparseLinear(PrunedModule):
     # The map.
 
     def _statements(self) -> tuple[str, ...]:
-        return self._every_statement()[:1]
-
-    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
-        many = self._every_statement()[1:]
-        return super()._elsewhere() | ({"for many samples": many} if many else {})
-
-    def _every_statement(self) -> tuple[str, ...]:
-        return block_linear_statements(self._form, self.weight, self.dense_extents, self.options)
+        return (block_linear_text(self._form, single=self.block_shape == (1, 1)),)
 
     @property
     def _form(self) -> str:
@@ -304,9 +297,9 @@ class BlockSparseLinear(PrunedModule):
             InsumDeviceError: the input is on another device.
         """
         shape = (self.out_features, self.in_features)
-        if not torch.jit.is_tracing() and input.shape[-1:] == shape[1:] and input.device == self.weight.device:
-            samples = math.prod(input.shape[:-1])
-            result = self._by_dense(input, samples, samples)
+        samples = math.prod(input.shape[:-1])
+        if self._many(samples) and input.shape[-1:] == shape[1:] and input.device == self.weight.device:
+            result = self._by_dense(input, samples, None)
             if result is not None:
                 return result
         return block_linear_stored(input, self.weight, self.index, shape, self.bias, options=self.options)

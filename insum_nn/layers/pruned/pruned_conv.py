@@ -200,10 +200,10 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
     def _kernels(self, mask: Tensor) -> Tensor:
         return torch.block_diag(*mask.flatten(2).any(2).chunk(self.groups))
 
-    def _pays(self, uses: int, row: int, width: int | None = None) -> bool:
+    def _uses(self, width: int, row: int | None) -> float:
         # A library takes as many channels of each group.
         alike = self.groups == 1 or (self._read is None and self._written is None)
-        return alike and super()._pays(uses, row, width)
+        return super()._uses(width, row) if alike else math.inf
 
     # The convolution.
 
@@ -250,8 +250,8 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         check_pruned_conv(samples, self.weight, self.in_channels, self.bias, self._statements()[0], self.NDIM)
         steps = self.kernel_size, self.stride
         output = pruned_conv_output(samples.shape[2:], *steps, self.zeros, self.dilation)
-        result = self._by_dense(input, samples.shape[0] * math.prod(output), output[-1])
-        if result is not None:
+        uses = samples.shape[0] * math.prod(output)
+        if self._many(uses) and (result := self._by_dense(input, uses, output[-1])) is not None:
             return result
         samples, zeros = self._padded(samples)
         result = pruned_conv(

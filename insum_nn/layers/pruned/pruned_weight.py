@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from insum_nn.compiler.api import dense_pays, is_plain_eager
+from insum_nn.compiler.api import dense_uses, is_plain_eager
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDeviceError, InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
@@ -49,8 +49,8 @@ class PrunedWeight(ExplainedLayer, nn.Module):
     """
 
     _USES: ClassVar[str]
-    # The shortest row of outputs that is common.
-    _SHORT: ClassVar[int]
+    # A row of outputs, of an image; `None`: they all lie in one.
+    _SHORT: ClassVar[int | None] = None
     # Numbers that a kernel over stored weights moves between layouts, each time that a weight is used.
     _moved: int
     __call__: Callable[..., Tensor]
@@ -146,7 +146,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
     @property
     def index(self) -> Mapping[str, Tensor]:
         """The index tensors of the statement, by name."""
-        return {name: cast(Tensor, getattr(self, name)) for name in self._index_names}
+        return {name: getattr(self, name) for name in self._index_names}
 
     def check_mask(self, mask: Tensor) -> Tensor:
         """Return a mask over the grid, bool, on the weight's device.
@@ -208,9 +208,9 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         """Make parameters and buffers for a mask on the CPU; without `outputs` there is no bias."""
         position = mask.reshape(-1).nonzero().squeeze(1)
         target = torch.get_default_device() if device is None else torch.device(device)
+        self.weight = nn.Parameter(torch.empty(position.shape[0], *cell, device=target, dtype=dtype))
         self.register_buffer("position", position.to(target))
         self._adopt_places(position)
-        self.weight = nn.Parameter(torch.empty(position.shape[0], *cell, device=target, dtype=dtype))
         if outputs is None:
             self.register_parameter("bias", None)
         else:
@@ -269,6 +269,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         for name, each in kept.items():
             places = None if bool(each.all()) else each.nonzero().squeeze(1).to(device)
             self.register_buffer(name, places, persistent=False)
+        self._note_uses()
 
     def _replace_weight(self, data: Tensor) -> None:
         former, self.weight.data = self.weight.shape, data
@@ -280,6 +281,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         super()._apply(fn, recurse)
         if self.position is not places:
             self._adopt_places(places)
+        self._note_uses()
         return self
 
     @property
@@ -294,22 +296,28 @@ class PrunedWeight(ExplainedLayer, nn.Module):
     # The dense product, where it is faster.
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
-        sizes = (1 << power for power in range(21))
-        first = next((uses for uses in sizes if self._pays(uses, min(uses, self._SHORT))), None)
-        kind = f"from {first} {self._USES} on at the earliest, by the dense weight"
-        return {} if first is None else {kind: (self._forming(self.weight)[0],)}
+        first = self._uses(self.weight.itemsize, self._SHORT)
+        if first == math.inf:
+            return {}
+        return {f"from {math.ceil(first)} {self._USES} on, by the dense weight": (self._forming(self.weight)[0],)}
 
-    def _pays(self, uses: int, row: int, width: int | None = None) -> bool:
-        """Return whether the dense product is faster; see `dense_pays`."""
-        weight, cells = self.weight, math.prod(self.dense_extents)
-        if self.options.backend != "auto" or self.options.deterministic or torch.are_deterministic_algorithms_enabled():
-            return False
+    def _uses(self, width: int, row: int | None) -> float:
+        """Return from how many uses of each weight on the dense product is faster; see `dense_uses`."""
+        cells = math.prod(self.dense_extents)
         for extent, kept in zip(self.dense_extents, (self._written, self._read), strict=False):
             cells = cells if kept is None else cells // extent * kept.shape[0]
-        width = weight.itemsize if width is None else width
-        return dense_pays(weight.device.type, width, weight.shape, cells, uses, row, self._moved)
+        return dense_uses(self.weight, width, cells, self._moved, row, self.options)
 
-    def _by_dense(self, input: Tensor, uses: int, row: int) -> Tensor | None:
+    def _note_uses(self) -> None:
+        """Keep the fewest uses from which on a dense product may be faster, of this dtype or under autocast."""
+        self._fewest = min(self._uses(width, self._SHORT) for width in {2, self.weight.itemsize})
+
+    def _many(self, uses: int) -> bool:
+        """Return whether a dense product may be faster; graphs that hold for any sizes do not ask for these."""
+        recorded = isinstance(uses, Tensor) or torch.compiler.is_exporting()  # pyright: ignore[reportUnnecessaryIsInstance]
+        return not recorded and uses >= self._fewest
+
+    def _by_dense(self, input: Tensor, uses: int, row: int | None) -> Tensor | None:
         """Return the result of the dense product, with gradients of stored weights; `None` where it is not faster.
 
         Features or channels that no weight reads, or none writes, take no part.
@@ -317,11 +325,9 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         weight, bias, read, written = self.weight, self.bias, self._read, self._written
         if torch._C._is_any_autocast_enabled():
             input, weight = to_autocast(input), to_autocast(weight)
-        # An exported graph is of any sizes, which this would limit.
-        compiled = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-        if not (compiled or is_plain_eager(input, weight)) or input.dtype != weight.dtype:
+        if not (torch.compiler.is_dynamo_compiling() or is_plain_eager(input, weight)) or input.dtype != weight.dtype:
             return None
-        if not self._pays(uses, row, weight.itemsize):
+        if uses < self._uses(weight.itemsize, row) or torch.are_deterministic_algorithms_enabled():
             return None
         dense, extents = self._dense(weight), self.dense_extents
         axis = 1 - len(extents)

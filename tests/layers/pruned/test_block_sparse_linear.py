@@ -485,7 +485,7 @@ def test_repr_and_explain():
     assert repr(layer) == (
         "BlockSparseLinear(in_features=96, out_features=64, bias=True, block_shape=(32, 32), blocks=3 of 6)\n"
         "  Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]\n"
-        "  from 1024 samples on at the earliest, by the dense weight:\n"
+        "  from 717 samples on, by the dense weight:\n"
         "    H[Row[p],a,Col[p],b] += W[p,a,b]"
     )
     assert layer.expression == "Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]\nH[Row[p],a,Col[p],b] += W[p,a,b]"

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule.product_cost import dense_pays
+from insum_nn.compiler.schedule.product_cost import dense_from
 from insum_nn.layers import BlockSparseLinear, PrunedConv1d, PrunedConv2d, PrunedConv3d, SparseLinear
 from insum_nn.layers.pruned import pruned_weight
 from insum_nn.structure.pruning import filter_mask, random_mask
 from insum_nn.testing.tolerances import assert_matches
 from tests.ops.oracle import strided
+
+GPU = "cuda"
 
 
 def conv(kind: Any, pattern: str | None = None, **arguments: Any) -> Any:
@@ -62,7 +64,7 @@ def dense_of(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The dense product pays at any size; the library's calls are noted."""
-    monkeypatch.setattr(pruned_weight, "dense_pays", lambda *call: True)
+    monkeypatch.setattr(pruned_weight, "dense_uses", lambda *call: 0.0)
     calls: list[str] = []
     for kind in (pruned_weight.PrunedWeight, *pruned_weight.PrunedWeight.__subclasses__()):
         for each in (kind, *kind.__subclasses__()):
@@ -210,9 +212,10 @@ def test_places_may_change(always: list[str]):
 def test_the_rule_of_a_cpu(make: Any, shape: tuple[int, ...], dense: bool):
     layer = make()
     uses = shape[0] * int(torch.Size(shape[2:]).numel())
-    assert layer._pays(uses, shape[-1] if len(shape) > 2 else uses) == dense
-    assert not make(options=Options(backend="c"))._pays(1 << 20, 7)
-    assert not make(options=Options(deterministic=True))._pays(1 << 20, 7)
+    assert (uses >= layer._uses(4, shape[-1] if len(shape) > 2 else None)) == dense
+    assert layer._fewest <= layer._uses(4, layer._SHORT)
+    for options in (Options(backend="c"), Options(deterministic=True)):
+        assert make(options=options)._fewest == torch.inf
 
 
 @pytest.mark.parametrize(
@@ -232,14 +235,14 @@ def test_the_rule_of_a_cpu(make: Any, shape: tuple[int, ...], dense: bool):
     ],
 )
 def test_the_rule_of_a_gpu(width: int, stored: tuple[int, ...], cells: int, uses: int, moved: int, dense: bool):
-    assert dense_pays("cuda", width, stored, cells, uses, uses, moved) == dense
+    assert (uses >= dense_from(GPU, width, stored, cells, moved)) == dense
 
 
 def test_repr_says_from_where_on():
     layer = BlockSparseLinear(1024, 1024, density=0.8)
     assert repr(layer).splitlines()[1:] == [
         "  Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]",
-        "  from 32 samples on at the earliest, by the dense weight:",
+        "  from 27 samples on, by the dense weight:",
         "    H[Row[p],a,Col[p],b] += W[p,a,b]",
     ]
     assert len(repr(BlockSparseLinear(1024, 1024, density=0.1)).splitlines()) == 2

@@ -254,7 +254,7 @@ def test_repr_and_explain():
     assert repr(layer) == (
         "SparseLinear(in_features=13, out_features=7, bias=True, weights=27 of 91)\n"
         "  Y[n,Row[p]] += W[p] * X[n,Col[p]]\n"
-        "  from 256 samples on at the earliest, by the dense weight:\n"
+        "  from 202 samples on, by the dense weight:\n"
         "    H[Row[p],Col[p]] += W[p]"
     )
     assert layer._statements()[0] in str(layer.explain(torch.randn(2, 13, dtype=torch.float64)))

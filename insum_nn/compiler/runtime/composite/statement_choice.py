@@ -13,8 +13,7 @@ from torch import Tensor
 
 from insum_nn.compiler.kernels.launch import available as generates_kernels
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.modes import is_plain_eager
-from insum_nn.compiler.schedule.product_cost import of_block
+from insum_nn.compiler.schedule.product_cost import dense_from
 from insum_nn.dtypes import is_widened
 
 __all__ = [
@@ -22,41 +21,23 @@ __all__ = [
     "MOST_CELLS",
     "MOST_TERMS",
     "by_table",
+    "dense_uses",
     "fits_between",
     "fits_both_ends",
-    "many_by_columns",
     "pairs_are_faster",
     "paths_are_products",
     "pays_between",
-    "takes_columns",
 ]
 
-# Products of samples with blocks.
-
-# Fewest samples for which transposing pays, and bytes of a piece from which nothing is gained. Measured on an H200:
-# 4096 x 4096 weights, a tenth of the blocks stored, 4096 samples.
-_SAMPLES = 256
-_PIECE = 256
+# Products with stored weights.
 
 
-def takes_columns(x: Tensor, weight: Tensor, grid: tuple[int, int], options: Options) -> bool:
-    """Whether a product of (n, k) samples with (p, a, b) blocks of a grid is better formed from transposed samples."""
-    # A tracer's sizes may be symbols, which a comparison would limit.
-    if x.device.type != "cuda" or not is_plain_eager(x, weight) or x.shape[0] < _SAMPLES or x.dtype != weight.dtype:
-        return False
-    return many_by_columns(weight, grid, options)
-
-
-def many_by_columns(weight: Tensor, grid: tuple[int, int], options: Options) -> bool:
-    """Whether a product of blocks with many samples is, where a generated kernel runs it."""
-    if weight.device.type != "cuda" or options.backend != "auto" or not generates_kernels():
-        return False
-    if weight.dtype == torch.float64 or weight.shape[0] == 0:
-        return False
-    if min(weight.shape[1:]) < 16 or weight.shape[2] * weight.element_size() > _PIECE:
-        return False
-    # A dense product takes samples as they lie.
-    return weight.shape[0] * of_block("cuda", weight.element_size(), min(weight.shape[1:])) < math.prod(grid)
+def dense_uses(weight: Tensor, width: int, cells: int, moved: int, row: int | None, options: Options) -> float:
+    """How often each weight that a layer stores is multiplied where the dense product is faster; see `dense_from`."""
+    # A library promises no order of its sums.
+    if options.backend != "auto" or options.deterministic:
+        return math.inf
+    return dense_from(weight.device.type, width, weight.shape, cells, moved, row)
 
 
 # Sums over pairs by a table of neighbours.
