@@ -45,7 +45,6 @@ from insum_nn.compiler.runtime.modes import (
     without_autocast,
 )
 from insum_nn.compiler.runtime.multilinear import (
-    BoundSums,
     Sums,
     multilinear,
     multilinear_gradients,
@@ -66,7 +65,6 @@ __all__ = [
     "MOST_CELLS",
     "MOST_TERMS",
     "Artifact",
-    "BoundSums",
     "Explanation",
     "Program",
     "StatementsProgram",

@@ -20,7 +20,7 @@ The table holds every pair of any map: at one offset an output has at most one i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import (
-    BoundSums,
     Program,
+    Sums,
     built_program,
     by_table,
     is_plain_eager,
@@ -351,20 +351,51 @@ def _table_conv(
     return result if bias is None or initial is not None else result + bias.to(result.dtype)
 
 
-class _Conv(BoundSums):
+Operands = Mapping[str, Tensor]
+
+
+class _Conv(Sums):
     """The three sums of a convolution over one map, which keeps their statements."""
 
-    operands = _OPERANDS
+    # Without a Python function for each.
+    indices, kind = (), property(type)  # type: ignore[assignment]
 
     def __init__(self, kernel_map: KernelMap, groups: int, options: Options, calls: dict[Any, Any]) -> None:
         self.kernel_map, self.groups, self.options, self.calls = kernel_map, groups, options, calls
 
-    def call(
-        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
+    def run(
+        self,
+        requested: Sequence[str],
+        operands: Mapping[str, Tensor],
+        initial: Tensor | None = None,
+        *,
+        plain: bool = False,
+    ) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in requested:
+            program, read, shape = self._call(name, *map(operands.__getitem__, _OPERANDS[name]), plain=plain)
+            if plain:
+                written = program.run_plain(read, shape, initial)
+            else:
+                written = program(tensors=program.named(read, initial), out_shape=shape)
+            if name == "W":
+                written = written.flatten(0, -3).unflatten(1, self.kernel_map.geometry.kernel_size)
+            found[name] = written if name == "W" or self.groups == 1 else written.flatten(1)
+        return found
+
+    def in_modes(self, requested: str, operands: Operands, initial: Tensor | None = None) -> Tensor:
+        """Compute one; where tensors are not plain by a program, which follows every mode and has its derivatives."""
+        if is_plain_eager(*operands.values(), initial):
+            return multilinear(self, (requested,), operands, initial, plain=True)[requested]
+        return self.run((requested,), operands, initial)[requested]
+
+    def _call(
+        self, kind: str, a: Tensor, b: Tensor, *, plain: bool
     ) -> tuple[Program, Sequence[Tensor], tuple[int | None, ...]]:
-        kind, (a, b), groups = requested, operands, self.groups
+        """Return the statement that computes a tensor, what it reads, and its output's shape."""
+        groups = self.groups
         form: IndexForm = "pairs"
-        if made is not None:
+        if plain:
             form = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
             # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
             a, b = a.contiguous(), b.contiguous()
@@ -380,11 +411,6 @@ class _Conv(BoundSums):
             found = self.calls[key] = _bound(kind, form, self.kernel_map, groups, self.options)
         program, arrange, indices, shape = found
         return program, arrange((a, b, *indices)), shape
-
-    def result(self, requested: str, written: Tensor) -> Tensor:
-        if requested == "W":
-            return written.flatten(0, -3).unflatten(1, self.kernel_map.geometry.kernel_size)
-        return written if self.groups == 1 else written.flatten(1)
 
 
 def _bound(kind: str, form: IndexForm, kernel_map: KernelMap, groups: int, options: Options) -> _Bound:

@@ -63,15 +63,15 @@ CASES = [
 def ran(monkeypatch):
     """All devices and backends go by the table; the statements that ran are listed."""
     statements: list[str] = []
-    inner = CONV._Conv.call
+    inner = CONV._Conv._call
 
-    def watch(*given):
-        call = inner(*given)
+    def watch(*given, **how):
+        call = inner(*given, **how)
         statements.append(call[0].expression)
         return call
 
     monkeypatch.setattr(statement_choice, "_everywhere", True)
-    monkeypatch.setattr(CONV._Conv, "call", watch)
+    monkeypatch.setattr(CONV._Conv, "_call", watch)
     return statements
 
 

@@ -7,7 +7,7 @@ kept (a transposed order, an inverse map) lets each of them write its result by 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from itertools import compress
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.runtime.modes import is_plain_eager, without_autocast
-from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.runtime.recorded import Recorded, record
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
-__all__ = ["BoundSums", "Sums", "multilinear", "multilinear_gradients"]
+__all__ = ["Sums", "multilinear", "multilinear_gradients"]
 
 Operands = Mapping[str, Tensor]
 
@@ -67,54 +66,6 @@ class Sums(Protocol):
     def derivative(self, left: str) -> Sums:
         """Return the sums that the gradients of one of them are."""
         return self
-
-
-class BoundSums(Sums, ABC):
-    """Sums that are each a statement with its index tensors bound: a class says which, and what they read.
-
-    Attributes:
-        operands: what each reads, by the name of the tensor that it computes.
-    """
-
-    operands: Mapping[str, tuple[str, ...]]
-    # Without a Python function for each.
-    indices, kind = (), property(type)  # type: ignore[assignment]
-
-    @abstractmethod
-    def call(
-        self, requested: str, operands: tuple[Tensor, ...], made: dict[str, Tensor] | None
-    ) -> tuple[Program, Sequence[Tensor], tuple[Any, ...]]:
-        """Return the statement that computes a tensor, what it reads in the order of its names, and its output's shape.
-
-        `made` is for what one sum makes of an operand and the next sum of the same tensors can use, by name; `None`
-        where a mode is active.
-        """
-
-    def result(self, requested: str, written: Tensor) -> Tensor:
-        """Return the tensor of that name from what its statement wrote."""
-        return written
-
-    def run(
-        self, requested: Sequence[str], operands: Operands, initial: Tensor | None = None, *, plain: bool = False
-    ) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        made: dict[str, Tensor] | None = {} if plain else None
-        for name in requested:
-            program, read, shape = self.call(name, tuple(map(operands.__getitem__, self.operands[name])), made)
-            if initial is not None and initial.ndim != len(shape) - 1:
-                initial = initial.reshape(shape[1:])
-            if plain:
-                written = program.run_plain(read, shape, initial)
-            else:
-                written = program(tensors=program.named(read, initial), out_shape=shape)
-            found[name] = self.result(name, written)
-        return found
-
-    def in_modes(self, requested: str, operands: Operands, initial: Tensor | None = None) -> Tensor:
-        """Compute it; where it is not plain by a program, which follows every mode and has derivatives of its own."""
-        if is_plain_eager(*operands.values(), initial):
-            return multilinear(self, (requested,), operands, initial, plain=True)[requested]
-        return self.run((requested,), operands, initial)[requested]
 
 
 def multilinear(
