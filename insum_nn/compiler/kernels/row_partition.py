@@ -64,7 +64,6 @@ class RowPartition:
         slots: parts of divided rows.
         divided: (d,) the output rows that are divided, ascending.
         first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
-        empty_rows: some output row has no range, and nothing is written there.
         whole: every term has an output row.
         longest: terms of the longest row.
     """
@@ -78,7 +77,6 @@ class RowPartition:
     slots: int = 0
     divided: Tensor | None = None
     first: Tensor | None = None
-    empty_rows: bool = False
     whole: bool = False
     longest: int = 0
 
@@ -256,7 +254,7 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
     groups: dict[torch.dtype, list[Array]] = {torch.int64: [divided, first]}
     groups.setdefault(small, []).extend((low, high, target, row_of))
     divided, first, low, high, target, row_of = _send(groups, flat.device)
-    return RowPartition(ranges, low, high, target, row_of, order, slots, divided, first, False, whole, longest)
+    return RowPartition(ranges, low, high, target, row_of, order, slots, divided, first, whole, longest)
 
 
 def _divide_known(index: Tensor, known: _Lengths, chunk: int) -> RowPartition | None:
@@ -277,7 +275,7 @@ def _divide_known(index: Tensor, known: _Lengths, chunk: int) -> RowPartition | 
         return None
     low, high, target, row_of, rows, first = made
     whole = sum(counts) == terms
-    return RowPartition(ranges, low, high, target, row_of, None, slots, rows, first, False, whole, longest)
+    return RowPartition(ranges, low, high, target, row_of, None, slots, rows, first, whole, longest)
 
 
 def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> RowPartition:
@@ -303,7 +301,7 @@ def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> Ro
     packed[:, :ranges] = torch.stack(_ranges(begin, numbers, steps, parts, more, chunk, lambda of: of[row]))
     low, high, target, own = packed[:, :ranges].unbind(0)
     first = torch.nn.functional.pad(parts[divided].cumsum(0, dtype=torch.int64), (1, 0))
-    return RowPartition(ranges, low, high, target, own, order, slots, divided, first, False, whole, longest)
+    return RowPartition(ranges, low, high, target, own, order, slots, divided, first, whole, longest)
 
 
 def _ranges(
@@ -389,9 +387,6 @@ def _cached_lengths(index: Tensor, rows: int) -> _Lengths | None:
     return None if index.is_cuda and torch.cuda.is_current_stream_capturing() else known
 
 
-_bits: dict[torch.device, Tensor] = {}
-
-
 def bitmasks_of(index: Tensor) -> Tensor:
     """Which rows of an index tensor (k, i) have an entry in each of its columns; kept like `RowPartition`.
 
@@ -406,15 +401,12 @@ def bitmasks_of(index: Tensor) -> Tensor:
 
 def _new_bitmasks(index: Tensor) -> Tensor:
     found = row_bitmasks(index.contiguous()) if index.is_cuda else None
-    return _bitmasks_with(index, _powers(index.device)) if found is None else found
+    return new_bitmasks_of(index) if found is None else found
 
 
 def new_bitmasks_of(index: Tensor) -> Tensor:
-    """`bitmasks_of` for an index tensor of a graph that torch records; nothing is kept."""
-    return _bitmasks_with(index, _new_powers(index.device))
-
-
-def _bitmasks_with(index: Tensor, bits: Tensor) -> Tensor:
+    """`bitmasks_of` by torch's operators, which a graph may record; nothing is kept."""
+    bits = (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=index.device))[:, None]
     rest = index.shape[0] % WORD_BITS
     whole = index.shape[0] - rest
     # All bitmasks that are full at once.
@@ -422,24 +414,6 @@ def _bitmasks_with(index: Tensor, bits: Tensor) -> Tensor:
     if rest or not whole:
         parts.append(((index[whole:] >= 0) * bits[:rest]).sum(0, dtype=torch.int32, keepdim=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _new_powers(device: torch.device) -> Tensor:
-    return (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device))[:, None]
-
-
-def _powers(device: torch.device) -> Tensor:
-    """(31, 1) int32: each bit of a word."""
-    found = _bits.get(device)
-    if found is None:
-        found = _new_powers(device)
-        if device.type != "cuda":
-            _bits[device] = found
-        elif not torch.cuda.is_current_stream_capturing():
-            # Other streams will read it; and the memory of a captured graph is the graph's.
-            torch.cuda.current_stream(device).synchronize()
-            _bits[device] = found
-    return found
 
 
 def keep_bitmasks(index: Tensor, bitmasks: Tensor) -> None:

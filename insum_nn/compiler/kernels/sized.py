@@ -191,22 +191,20 @@ class UnsizedKernel:
             }.get(kind, f"partition.{kind}")
         # The output is what the kernel writes, without anything before or after it.
         covered = self.fills.text
-        whole = f"{covered} and not partition.empty_rows" if self.form.row_index is not None else covered
         # torch takes less time for strides than for its defaults.
         steps = [f"o{axis}" for axis in range(1, len(self.form.bound.layout.output_places))]
-        steps = [" * ".join(steps[axis:]) for axis in range(len(steps))] + ["1"] * bool(
-            self.form.bound.layout.output_places
-        )
+        steps = [" * ".join(steps[axis:]) for axis in range(len(steps))]
+        steps += ["1"] * bool(self.form.bound.layout.output_places)
         empty = f"torch.empty_strided(output, ({''.join(f'{step}, ' for step in steps)}), dtype=dtype, device=device)"
         # AOTAutograd shares strided memory among all launches of a graph, which are then preceded by copies of it.
         empty = f"{empty} if launch is None else torch.empty(output, dtype=dtype, device=device)"
         if splits or self.fills.never:
             lines += [f"whole, made = False, kernel.memory(initial, output, device, {covered})"]
-        elif whole == "True":
+        elif covered == "True":
             lines += [f"made = {empty}"]
         else:
             lines += [
-                f"whole = {whole}",
+                f"whole = {covered}",
                 f"made = ({empty}) if whole else kernel.memory(initial, output, device, False)",
             ]
         workspace, adding = self._dividing(covered)
@@ -218,7 +216,7 @@ class UnsizedKernel:
         lines += [f"{own[place]} = {text}" for place, text in tensors.items() if own[place] != text]
         lines += self._launching(own)
         lines += adding
-        if whole == "True" and not splits:
+        if covered == "True" and not splits:
             return [*lines, "return made"]
         return [*lines, "return made if whole else kernel.finished(made, initial)"]
 

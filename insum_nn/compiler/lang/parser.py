@@ -7,12 +7,12 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
 from insum_nn.compiler.lang.combining import OPERATORS
 from insum_nn.compiler.lang.functions import FUNCTIONS, Function
 from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Index, Number, Statement, Subscript, Term
-from insum_nn.errors import InsumOverflowError, InsumSyntaxError, Span, plural
+from insum_nn.errors import InsumError, InsumOverflowError, InsumSyntaxError, Span, plural
 
 __all__ = ["check_text", "parse"]
 
@@ -158,15 +158,16 @@ class _Parser:
             return self.advance()
         return None
 
-    def fail(self, expected: str, fix: str, spans: Sequence[Span] | None = None) -> InsumSyntaxError:
+    def fault(
+        self, message: str, spans: Sequence[Span], fix: str, kind: type[InsumError] = InsumSyntaxError, **fields: Any
+    ) -> InsumError:
+        """Return an error that shows the text."""
+        return kind(message, expression=self.text, spans=spans, fix=fix, **fields)
+
+    def fail(self, expected: str, fix: str, spans: Sequence[Span] | None = None) -> InsumError:
         got = self.token.text if self.token.kind == "end" else repr(self.token.text)
-        return InsumSyntaxError(
-            f"expected {expected}, got {got}",
-            expression=self.text,
-            spans=spans or [self.token.span],
-            fix=fix,
-            expected=expected,
-            got=self.token.text,
+        return self.fault(
+            f"expected {expected}, got {got}", spans or [self.token.span], fix, expected=expected, got=self.token.text
         )
 
     def statement(self) -> Statement:
@@ -241,12 +242,11 @@ class _Parser:
         function = FUNCTIONS.get(name.text)
         if function is None:
             near = get_close_matches(name.text, FUNCTIONS, 1)
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"there is no function '{name.text}'",
-                expression=self.text,
-                spans=[name.span],
+                [name.span],
+                f"write {near[0]}(...)." if near else "name one of these, or write subscripts in brackets: A[i].",
                 details=[f"functions: {', '.join(FUNCTIONS)}"],
-                fix=f"write {near[0]}(...)." if near else "name one of these, or write subscripts in brackets: A[i].",
                 got=name.text,
             )
         self.deeper(name.span)
@@ -261,30 +261,27 @@ class _Parser:
     def check_arguments(self, name: _Token, function: Function, args: Sequence[Factor], span: Span) -> None:
         expected = len(function.derivatives)
         if len(args) != expected:
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"'{name.text}' takes {plural(expected, 'argument')}, got {len(args)}",
-                expression=self.text,
-                spans=[span],
-                fix="give it as many.",
+                [span],
+                "give it as many.",
                 expected=expected,
                 got=len(args),
             )
         if function.number and not isinstance(args[-1], Number):
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"the last argument of '{name.text}' must be a number, got '{args[-1]}'",
-                expression=self.text,
-                spans=[args[-1].span],
-                fix="write the number.",
+                [args[-1].span],
+                "write the number.",
             )
 
     def deeper(self, span: Span) -> None:
         self.depth += 1
         if self.depth > _MAX_DEPTH:
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"parentheses, signs and accesses are nested more than {_MAX_DEPTH} deep",
-                expression=self.text,
-                spans=[span],
-                fix="compute a part of it by a statement of its own.",
+                [span],
+                "compute a part of it by a statement of its own.",
                 expected=_MAX_DEPTH,
             )
 
@@ -326,22 +323,22 @@ class _Parser:
             return self.integer(token)
         value = float(token.text)
         if value in (float("inf"), float("-inf")):
-            raise InsumOverflowError(
+            raise self.fault(
                 f"the number {token.text} does not fit a float64",
-                expression=self.text,
-                spans=[token.span],
-                fix="pass it as a 0-d tensor, or scale the factors.",
+                [token.span],
+                "pass it as a 0-d tensor, or scale the factors.",
+                kind=InsumOverflowError,
             )
         return value
 
     def integer(self, token: _Token) -> int:
         if len(token.text) > 19 or int(token.text) > _INT64_MAX:
-            raise InsumOverflowError(
+            raise self.fault(
                 "an integer does not fit 64 bits",
-                expression=self.text,
-                spans=[token.span],
+                [token.span],
+                "use a smaller coefficient, offset or number.",
+                kind=InsumOverflowError,
                 details=[f"expected at most {_INT64_MAX}"],
-                fix="use a smaller coefficient, offset or number.",
             )
         return int(token.text)
 
@@ -409,11 +406,10 @@ class _Parser:
 
     def index_integer(self, token: _Token) -> int:
         if not token.text.isdigit():
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"expected an integer in a subscript, got {token.text!r}",
-                expression=self.text,
-                spans=[token.span],
-                fix="write coefficients and offsets of subscripts as integers, or pass an index tensor.",
+                [token.span],
+                "write coefficients and offsets of subscripts as integers, or pass an index tensor.",
                 got=token.text,
             )
         return self.integer(token)
@@ -430,13 +426,7 @@ class _Parser:
     def bound(self, count: int, most: int, what: str, span: Span, fix: str) -> None:
         """Raise if a statement has more of something than the limit."""
         if count > most:
-            raise InsumSyntaxError(
-                f"the statement has more than {most} {what}",
-                expression=self.text,
-                spans=[span],
-                fix=fix,
-                expected=most,
-            )
+            raise self.fault(f"the statement has more than {most} {what}", [span], fix, expected=most)
 
     def merge(self, terms: list[Term]) -> tuple[Term, ...]:
         if len(terms) == 1 and terms[0].coefficient:
@@ -450,22 +440,19 @@ class _Parser:
             merged[term.atom] = term
         for term in merged.values():
             if term.coefficient == 0:
-                raise InsumSyntaxError(
-                    f"the coefficient of '{term.atom}' is 0",
-                    expression=self.text,
-                    spans=[term.span],
-                    fix=f"remove '{term.atom}' from the subscript.",
+                raise self.fault(
+                    f"the coefficient of '{term.atom}' is 0", [term.span], f"remove '{term.atom}' from the subscript."
                 )
         return tuple(merged.values())
 
     def fit(self, value: int, span: Span) -> int:
         if abs(value) > _INT64_MAX:
-            raise InsumOverflowError(
+            raise self.fault(
                 "the sum of the integers does not fit 64 bits",
-                expression=self.text,
-                spans=[span],
+                [span],
+                "use smaller integers.",
+                kind=InsumOverflowError,
                 details=[f"expected at most {_INT64_MAX}"],
-                fix="use smaller integers.",
             )
         return value
 
