@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -55,8 +55,7 @@ class _Token:
     span: Span
 
 
-def _tokenize(text: str) -> list[_Token]:
-    tokens: list[_Token] = []
+def _tokenize(text: str) -> Iterator[_Token]:
     position = 0
     while position < len(text):
         character = text[position]
@@ -67,22 +66,21 @@ def _tokenize(text: str) -> list[_Token]:
         symbol = next((s for s in _SYMBOLS if text.startswith(s, position)), None)
         if number is not None:
             stop = number.end()
-            tokens.append(_Token("number", number.group(), Span(position, stop)))
+            yield _Token("number", number.group(), Span(position, stop))
         elif symbol is not None:
             stop = position + len(symbol)
-            tokens.append(_Token("symbol", symbol, Span(position, stop)))
+            yield _Token("symbol", symbol, Span(position, stop))
         elif character.isidentifier():
             stop = position + 1
             while stop < len(text) and ("a" + text[stop]).isidentifier():
                 stop += 1
             # Python normalises keyword arguments, so names must be normalised in the same way.
             name = unicodedata.normalize("NFKC", text[position:stop])
-            tokens.append(_Token("name", name, Span(position, stop)))
+            yield _Token("name", name, Span(position, stop))
         else:
             raise _unexpected(text, position)
         position = stop
-    tokens.append(_Token("end", "end of text", Span(len(text), len(text))))
-    return tokens
+    yield _Token("end", "end of text", Span(len(text), len(text)))
 
 
 def _unexpected(text: str, position: int) -> InsumSyntaxError:
@@ -137,7 +135,7 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens = _tokenize(text)
+        self.tokens = [*_tokenize(text)]
         self.position = 0
         self.depth = 0
         self.accesses = 0
@@ -333,14 +331,12 @@ class _Parser:
 
     def integer(self, token: _Token) -> int:
         if len(token.text) > 19 or int(token.text) > _INT64_MAX:
-            raise self.fault(
-                "an integer does not fit 64 bits",
-                [token.span],
-                "use a smaller coefficient, offset or number.",
-                kind=InsumOverflowError,
-                details=[f"expected at most {_INT64_MAX}"],
-            )
+            raise self.overflow("an integer", token.span, "use a smaller coefficient, offset or number.")
         return int(token.text)
+
+    def overflow(self, what: str, span: Span, fix: str) -> InsumError:
+        details = [f"expected at most {_INT64_MAX}"]
+        return self.fault(f"{what} does not fit 64 bits", [span], fix, InsumOverflowError, details=details)
 
     def access(self, what: str, fix: str) -> Access:
         if self.token.kind != "name":
@@ -447,13 +443,7 @@ class _Parser:
 
     def fit(self, value: int, span: Span) -> int:
         if abs(value) > _INT64_MAX:
-            raise self.fault(
-                "the sum of the integers does not fit 64 bits",
-                [span],
-                "use smaller integers.",
-                kind=InsumOverflowError,
-                details=[f"expected at most {_INT64_MAX}"],
-            )
+            raise self.overflow("the sum of the integers", span, "use smaller integers.")
         return value
 
 
