@@ -44,8 +44,8 @@ Array = NDArray[np.integer[Any]]
 # A tensor, or an array: the same arithmetic on a device and on the host.
 Numbers = Any
 _ARRAYS = {torch.int32: np.int32, torch.int64: np.int64}
-# Index tensors whose partitions are kept.
-_LIMIT = 512
+# What is kept at most, of some hundreds of index tensors.
+_LIMIT = 2048
 # Rows up to which they are divided on the host.
 _FEW_ROWS = 4096
 
@@ -104,19 +104,13 @@ class _Lengths:
     on_device: Tensor | None = None
 
 
-_divisions: TensorCache[Divisions] = TensorCache(_LIMIT)
-_orders: TensorCache[Tensor] = TensorCache(_LIMIT)
-_lengths: TensorCache[_Lengths] = TensorCache(_LIMIT)
-# For each column of an index tensor, the rows in which it has an entry.
-_bitmasks: TensorCache[Tensor] = TensorCache(_LIMIT)
+# Of each index tensor: divisions by number of rows and whether terms are permuted, "order", "lengths", and "bitmasks".
+_structures: TensorCache[Any] = TensorCache(_LIMIT)
 
 
 def clear_partitions() -> None:
     """Forget everything that was built."""
-    _divisions.clear()
-    _orders.clear()
-    _lengths.clear()
-    _bitmasks.clear()
+    _structures.clear()
 
 
 def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> RowPartition | None:
@@ -164,8 +158,8 @@ def _kept(build: Callable[..., Built], *arguments: Any) -> Built:
 
 def divisions_of(index: Tensor, rows: int, permuted: bool) -> Divisions:
     """The row partitions of an index tensor that were made; see `partition_of`, which makes others."""
-    found = _divisions.of(index, (rows, permuted))
-    return _divisions.keep((index,), (rows, permuted), {}) if found is None else found
+    found: Divisions | None = _structures.of(index, (rows, permuted))
+    return _structures.keep((index,), (rows, permuted), {}) if found is None else found
 
 
 def longest_row(index: Tensor, rows: int, permuted: bool) -> int:
@@ -180,12 +174,12 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
     if not permuted:
         return flat, None, small
     # The order is the same for every way to divide the terms.
-    order = _orders.of(index)
+    order: Tensor | None = _structures.of(index, "order")
     if order is None:
         # Of 32 bits a sort takes half the launches.
         flat, positions = flat.to(small).sort(stable=True)
         order = positions.to(small)
-        _orders.keep((index,), None, order)
+        _structures.keep((index,), "order", order)
         return flat.contiguous(), order, small
     return flat[order], order, small
 
@@ -234,7 +228,7 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
             return _divide(flat, order, begin, chunk)
         # Few rows are divided on the host, which then reads the device once rather than at every size it needs. NumPy
         # takes a fraction of torch's time for so few numbers.
-        known = _lengths.keep((index,), None, _Lengths(begin.cpu().numpy()))
+        known = _structures.keep((index,), "lengths", _Lengths(begin.cpu().numpy()))
     begins = known.begins
     lengths = begins[1:] - begins[:-1]
     longest = int(lengths.max()) if rows else 0
@@ -376,11 +370,11 @@ def keep_lengths(index: Tensor, lengths: Sequence[int], on_device: Tensor | None
     """
     if 0 < len(lengths) <= _FEW_ROWS:
         begins = np.array((0, *lengths), dtype=np.int64).cumsum()
-        _lengths.keep((index,), None, _Lengths(begins, lengths, on_device))
+        _structures.keep((index,), "lengths", _Lengths(begins, lengths, on_device))
 
 
 def _cached_lengths(index: Tensor, rows: int) -> _Lengths | None:
-    known = _lengths.of(index)
+    known: _Lengths | None = _structures.of(index, "lengths")
     # What is sent while a graph is captured would be sent by its replays.
     if known is None or known.begins.shape[0] != rows + 1:
         return None
@@ -393,10 +387,8 @@ def bitmasks_of(index: Tensor) -> Tensor:
     Returns:
         (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one.
     """
-    found = _bitmasks.of(index)
-    if found is not None:
-        return found
-    return _bitmasks.keep((index,), None, _kept(_new_bitmasks, index))
+    found: Tensor | None = _structures.of(index, "bitmasks")
+    return _structures.keep((index,), "bitmasks", _kept(_new_bitmasks, index)) if found is None else found
 
 
 def _new_bitmasks(index: Tensor) -> Tensor:
@@ -418,4 +410,4 @@ def new_bitmasks_of(index: Tensor) -> Tensor:
 
 def keep_bitmasks(index: Tensor, bitmasks: Tensor) -> None:
     """Take (i,) int32 as the bitmasks of an index tensor of at most 31 rows, where they are known from elsewhere."""
-    _bitmasks.keep((index,), None, bitmasks[None])
+    _structures.keep((index,), "bitmasks", bitmasks[None])

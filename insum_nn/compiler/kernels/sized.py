@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.ir.nodes import Const
 from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels.collection import block_of, write_collection
 from insum_nn.compiler.kernels.launch import launcher
@@ -130,7 +129,7 @@ class UnsizedKernel:
         self.source = source = form.plan.get(
             ["kernel", schedule.to_json(), asdict(strides), precision],
             lambda: write_kernel(form, schedule, strides, precision),
-            lambda made: made.to_json(form.bound),
+            Source.to_json,
             lambda value: Source.from_json(value, form.bound),
             SOURCE_SHAPE,
         )
@@ -383,11 +382,10 @@ def prepare_kernel(
 
 def types_of(form: Form, source: Source, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[str | None]:
     """Triton's types of the pointers; `None` for numbers."""
-    names = form.bound.layout.tensors
     found: list[str | None] = []
     for argument in source.arguments:
         if argument.kind == "tensor":
-            dtype = tensors[names.index(argument.name)].dtype
+            dtype = tensors[argument.place].dtype
         elif argument.kind in ("out", "initial", "workspace", "additional"):
             wide = argument.kind == "workspace" or (argument.kind == "out" and not source.finished)
             own = form.bound.dtype if argument.kind == "initial" else form.bound.out_dtype
@@ -443,4 +441,4 @@ class _Collector:
     def source(self, cells: int) -> Source:
         """The kernel for rows of so many cells."""
         text = write_collection(cells, self.accumulator)
-        return Source(text, (), Const(0), {}, Schedule(warps=2), self.accumulator, True)
+        return Source(text, (), "", {}, Schedule(warps=2), self.accumulator, True)
