@@ -199,7 +199,8 @@ def bind(
     raise_collected(dense_faults(statement, named))
     checks = (_check_ranks, _check_dtypes, _check_devices)
     raise_collected([*chain(*(check(statement, named) for check in checks)), *_check_initial(statement, initial)])
-    dtype = _value_dtype(statement, named)
+    values = (named[access.name] for access in (*statement.reads, statement.output) if access.name in named)
+    dtype = next((value.dtype for value in values), torch.get_default_dtype())
     device = next(iter(named.values())).device.type if named else "cpu"
     facts = facts or {}
     return Bound(
@@ -368,11 +369,3 @@ def _check_initial(statement: Statement, initial: Tensor | None) -> Iterator[Ins
         fix=f"write '+=' to add to '{name}', or do not pass it (out_shape= gives a shape).",
         tensor=name,
     )
-
-
-def _value_dtype(statement: Statement, named: Mapping[str, Tensor]) -> torch.dtype:
-    for access in statement.reads:
-        return named[access.name].dtype
-    if statement.output.name in named:
-        return named[statement.output.name].dtype
-    return torch.get_default_dtype()
