@@ -127,12 +127,12 @@ def _rebuild(
     return error
 
 
-def raise_collected(faults: Sequence[InsumError]) -> None:
+def raise_collected(faults: Iterable[InsumError]) -> None:
     """Raise the first fault, carrying the others in its `others` and in its text; do nothing without faults."""
-    if faults:
-        first = faults[0]
-        first.others = tuple(faults[1:])
-        raise first
+    found = tuple(faults)
+    if found:
+        found[0].others = found[1:]
+        raise found[0]
 
 
 class InsumSyntaxError(InsumError, SyntaxError):

@@ -194,18 +194,18 @@ def test_forgotten_with_the_tensor():
     index = torch.tensor([0, 1, 1, 2])
     partition_of(index, 3, False, 512)
     partition_of(index, 3, True, 512)
-    assert len(row_partition._divisions) == 2
+    assert len(row_partition._structures) == 4, "two divisions, an order, lengths"
     del index
     gc.collect()
-    assert not row_partition._divisions
+    assert not row_partition._structures
 
 
 def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_partition._divisions, "limit", 4)
+    monkeypatch.setattr(row_partition._structures, "limit", 4)
     kept = [torch.tensor([0, 1]) for _ in range(9)]
     for index in kept:
         partition_of(index, 2, False, 512)
-    assert len(row_partition._divisions) == 4
+    assert len(row_partition._structures) == 4
     assert cached_partition(kept[-1], 2, False, 512) is not None
     assert cached_partition(kept[0], 2, False, 512) is None
 
@@ -217,7 +217,7 @@ def test_inference_tensors_are_read_every_time():
         assert partition_of(index, 2, False, 512).begin.tolist() == [0, 1, 3]
         index[0] = 1
         assert partition_of(index, 2, False, 512).begin.tolist() == [0, 0, 3]
-    assert not row_partition._divisions
+    assert not row_partition._structures
 
 
 def test_built_in_inference_mode_and_used_outside():
@@ -255,7 +255,7 @@ def test_words_are_remembered_until_the_index_is_written_to():
     assert bitmasks_of(index).tolist() == [[1, 2]]
     del index
     gc.collect()
-    assert not row_partition._bitmasks
+    assert not row_partition._structures
 
 
 def test_words_that_are_known_are_taken():

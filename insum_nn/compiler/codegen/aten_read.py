@@ -173,10 +173,8 @@ class GraphWriter:
             # Those that share an index that is not kept meet before it goes.
             over = set(labels) - set(free)
             near = [group for group in groups if any(over & set(own) for own in group.values())]
-            groups = [
-                *(g for g in groups if g not in near),
-                {m: x for g in (*near, {mask: labels}) for m, x in g.items()},
-            ]
+            groups = [group for group in groups if group not in near]
+            groups.append({m: x for group in (*near, {mask: labels}) for m, x in group.items()})
         found = Masks()
         for group in groups:
             labels = tuple(dict.fromkeys(label for own in group.values() for label in own))

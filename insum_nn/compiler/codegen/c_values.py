@@ -191,7 +191,6 @@ class Values:
         parts: list[str] = []
         for axis, subscript in enumerate(subscripts):
             found = subscript.replace(zero)
-            assert isinstance(found, Expr)
             if found is not Const(0):
                 parts.append(f"{self.text(found, row)} * {self.stride(buffer, axis)}")
         return " + ".join(parts) or "0"
@@ -307,7 +306,6 @@ class Values:
                 assert isinstance(condition, Op)
                 step, rest = coefficient(condition.args[0], self.v), condition.args[0].replace({self.v: Const(0)})
                 assert step
-                assert isinstance(rest, Expr)
                 gap = f"{self.text(condition.args[1], row)} - {self.text(rest, row)}"
                 # The least index from which step * index + rest >= bound holds, or ceases to hold where it falls.
                 if step > 0:
@@ -369,7 +367,6 @@ class Values:
     def offset_ahead(self, load: Load, ahead: Mapping[Node, Node]) -> str:
         """The address of a read some steps later."""
         moved = load.replace(ahead)
-        assert isinstance(moved, Load)
 
         def read(node: Node) -> None:
             for child in node.subscripts if isinstance(node, Load) else node.children():

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from insum_nn.compiler.ir.nodes import (
+    OPERATIONS,
     Buffer,
     Cast,
     Const,
@@ -34,22 +35,15 @@ _TANH = (
     "tl.where(tl.abs({0}) < 0.05, {0} * (1.0 - {0} * {0} * (1 / 3 - {0} * {0} * (2 / 15 - {0} * {0} * (17 / 315 - {0} "
     "* {0} * (62 / 2835 - {0} * {0} * 1382 / 155925))))), 2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)"
 )
+# Operations that Triton writes as the IR is printed.
+_SIGNS = ("add", "sub", "mul", "floordiv", "mod", "less", "at_least", "equal", "and", "div")
 # Every operation of `ir.nodes.OPERATIONS`, and how Triton writes it.
 _TEXT = {
-    "add": "({} + {})",
-    "sub": "({} - {})",
-    "mul": "({} * {})",
-    "floordiv": "({} // {})",
-    "mod": "({} % {})",
-    "less": "({} < {})",
-    "at_least": "({} >= {})",
-    "equal": "({} == {})",
-    "and": "({} & {})",
+    **{name: OPERATIONS[name].text for name in _SIGNS},
     "cdiv": "tl.cdiv({}, {})",
     "minimum": "tl.minimum({}, {})",
     "select": "tl.where({}, {}, {})",
     "high_bits": "({}.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)",
-    "div": "({} / {})",
     "exp": "tl.exp({})",
     "log": "tl.log({})",
     "sqrt": "tl.sqrt({})",

@@ -1,1 +1,1 @@
-"""Explain a program as text, HTML and pictures."""
+"""Explain a program as text."""

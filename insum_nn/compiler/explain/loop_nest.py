@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.lang.bind import Extents, layout_of
@@ -11,14 +11,7 @@ from insum_nn.compiler.lang.shapes import interval
 from insum_nn.compiler.lang.syntax import Access, Statement
 from insum_nn.facts import UNKNOWN, IndexFacts
 
-__all__ = [
-    "ExtentSource",
-    "epilogue_line",
-    "extent_sources",
-    "initial_line",
-    "loop_lines",
-    "loop_notes",
-]
+__all__ = ["ExtentSource", "extent_sources", "loop_notes", "nest_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +37,8 @@ def extent_sources(
     has_initial: bool,
     sizes: Mapping[str, int] | None,
     out_shape: Sequence[int | None] | None,
-) -> list[ExtentSource]:
-    """List one row per index, then one per output axis that no index writes directly.
+) -> Iterator[ExtentSource]:
+    """Yield one row per index, then one per output axis that no index writes directly.
 
     Args:
         statement: a checked statement.
@@ -55,7 +48,6 @@ def extent_sources(
         out_shape: the call's `out_shape=`, likewise.
     """
     layout = layout_of(statement)
-    rows: list[ExtentSource] = []
     for position, (name, plain) in enumerate(zip(layout.indices, layout.plain, strict=True)):
         extent = extents.indices[position] if extents is not None else None
         if plain:
@@ -64,13 +56,12 @@ def extent_sources(
             code = f"{layout.tensors[where]}.shape[{axis}]"
         else:
             source, code = _from_call(statement, name, extents is not None, has_initial, sizes, out_shape)
-        rows.append(ExtentSource(name, extent, source, code))
+        yield ExtentSource(name, extent, source, code)
     for axis, name in enumerate(layout.output_plain):
         if name is None:
             extent = extents.output[axis] if extents is not None else None
             source, code = _output(statement, axis, extents is not None, has_initial)
-            rows.append(ExtentSource(f"{statement.output.name} axis {axis}", extent, source, code))
-    return rows
+            yield ExtentSource(f"{statement.output.name} axis {axis}", extent, source, code)
 
 
 def _from_call(
@@ -100,6 +91,32 @@ def _output(statement: Statement, axis: int, called: bool, has_initial: bool) ->
     return source if called else f"{source}, or an initial value", f"out_shape[{axis}]"
 
 
+def nest_lines(
+    statement: Statement,
+    rows: Sequence[ExtentSource],
+    shape: Sequence[int] | None,
+    notes: Sequence[str],
+    epilogue: Epilogue,
+    *,
+    has_initial: bool,
+) -> list[str]:
+    """Return the lines of the loop nest.
+
+    Args:
+        statement: a checked statement.
+        rows: where extents come from.
+        shape: the output's; `None` where it is not known.
+        notes: what `loop_notes` found.
+        epilogue: what follows the sum.
+        has_initial: the call has an initial value.
+    """
+    *loops, body = _loop_lines(statement, rows)
+    inside = body[: len(body) - len(body.lstrip())]
+    first = _initial_line(statement, shape, rows, has_initial)
+    last = [_epilogue_line(statement, epilogue)] if epilogue else []
+    return [first, *loops, *(f"{inside}# {note}" for note in notes), body, *last]
+
+
 def _roles(statement: Statement) -> dict[str, str]:
     """Return what each index does, outermost first."""
     written = {index.name for index in statement.output.indices()}
@@ -107,7 +124,7 @@ def _roles(statement: Statement) -> dict[str, str]:
     return {name: "parallel: written" if name in written else f"sequential: {summed}" for name in statement.indices()}
 
 
-def initial_line(
+def _initial_line(
     statement: Statement, shape: Sequence[int] | None, rows: Sequence[ExtentSource], has_initial: bool
 ) -> str:
     """Return the line before the loops: the output's initial value."""
@@ -126,14 +143,14 @@ def initial_line(
     return f"{name} = full({size}, {statement.combining.identity})  # a cell without a term becomes 0"
 
 
-def epilogue_line(statement: Statement, epilogue: Epilogue) -> str:
+def _epilogue_line(statement: Statement, epilogue: Epilogue) -> str:
     """Return the line after the loops: the epilogue of the sum."""
     name = statement.output.name
     done = name if epilogue.activation is None else f"{epilogue.activation}({name})"
     return f"{name} = {done}" + (f".to({epilogue.dtype})" if epilogue.dtype else "")
 
 
-def loop_lines(statement: Statement, rows: Sequence[ExtentSource]) -> list[str]:
+def _loop_lines(statement: Statement, rows: Sequence[ExtentSource]) -> list[str]:
     """Return one line per loop, written indices outside, then the statement; `rows` has the extents of the indices."""
     ranges = {row.name: f"range({row.code if row.extent is None else row.extent})" for row in rows}
     roles = _roles(statement)

@@ -6,26 +6,21 @@ An `Explanation` holds text and sizes, but no tensors: it may be kept, compared 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.explain.library import torch_code
-from insum_nn.compiler.explain.loop_nest import (
-    ExtentSource,
-    epilogue_line,
-    extent_sources,
-    initial_line,
-    loop_lines,
-    loop_notes,
-)
+from insum_nn.compiler.codegen.calls import CallGraph
+from insum_nn.compiler.explain.loop_nest import ExtentSource, extent_sources, loop_notes, nest_lines
 from insum_nn.compiler.explain.sections import section, table
+from insum_nn.compiler.ir.build import OUTPUT, Names
+from insum_nn.compiler.ir.nodes import Buffer, Size
 from insum_nn.compiler.kernels.c_program import CProgram
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.generated import Generated
-from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
+from insum_nn.compiler.lang.bind import Bound, Extents, layout_of, show_shape
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
@@ -140,31 +135,29 @@ class Explanation:
         found.append(("decisions", "\n".join(map(_paragraph, self.decisions))))
         return [*found, *self._code_sections(), ("schedule and time", table((), self._timing()))]
 
-    def _code_sections(self) -> list[tuple[str, str]]:
-        """Return the code that runs."""
-        sections: list[tuple[str, str]] = []
+    def _code_sections(self) -> Iterator[tuple[str, str]]:
+        """Yield the code that runs."""
         for number, part in enumerate(self.parts, start=1):
-            sections.append((f"statement {number} of {len(self.parts)}", str(part.statement)))
-            sections += part._code_sections()
+            yield f"statement {number} of {len(self.parts)}", str(part.statement)
+            yield from part._code_sections()
         if self.parts:
-            return sections
+            return
         if self.torch_code is not None:
             title = {"c": "around the C function", "triton": "around the kernels"}.get(str(self.backend), "torch code")
-            sections.append((title, self.torch_code))
+            yield title, self.torch_code
         if self._sources:
-            sections.append(("kernel source", "\n\n".join(self._sources)))
-        return sections
+            yield "kernel source", "\n\n".join(self._sources)
 
     def _extents(self) -> str:
         rows = [(row.name, _extent(row.extent), row.source) for row in self.extents]
         if self.output_shape is not None:
-            rows.append((self.statement.output.name, _shape(self.output_shape), "the result"))
+            rows.append((self.statement.output.name, show_shape(self.output_shape), "the result"))
         return table(("name", "extent", "from"), rows)
 
     def _tensors(self) -> str:
         rows: list[tuple[str, ...]] = []
         for row in self.tensors:
-            details = () if row.shape is None else (_shape(row.shape), _dtype(row.dtype), row.device or "")
+            details = () if row.shape is None else (show_shape(row.shape), _dtype(row.dtype), row.device or "")
             facts = (_facts(row.facts) if row.facts is not None else "",) if details else ()
             rows.append((row.name, row.kind, ", ".join(row.accesses), *details, *facts))
         detailed = any(row.shape is not None for row in self.tensors)
@@ -214,8 +207,8 @@ def explain_program(
     """
     has_initial = inputs is not None and inputs[1] is not None
     bound = program.bound if program is not None else None
-    rows = extent_sources(statement, extents, has_initial, sizes, out_shape)
-    tensors = _tensor_rows(statement, bound, inputs)
+    rows = tuple(extent_sources(statement, extents, has_initial, sizes, out_shape))
+    tensors = tuple(_tensor_rows(statement, bound, inputs))
     output = extents.output if extents is not None else None
     index_extents = {row.name: row.extent for row in rows if row.extent is not None}
     shapes = {row.name: row.shape for row in tensors if row.shape is not None}
@@ -223,27 +216,18 @@ def explain_program(
         facts = {} if bound is None else bound.named_facts
     drop_outside = bound is not None and bound.drop_outside
     notes = loop_notes(statement, facts, index_extents, shapes, drop_outside=drop_outside)
-    *loops, body = loop_lines(statement, rows)
-    inside = body[: len(body) - len(body.lstrip())]
-    nest = [initial_line(statement, output, rows, has_initial), *loops, *(f"{inside}# {note}" for note in notes), body]
-    if epilogue:
-        nest.append(epilogue_line(statement, epilogue))
     if program is None:
-        runs = Description()
+        empty = "the index space is empty, so no term is computed"
+        runs, reason = Description(), "pass tensors to see it" if extents is None else empty
     else:
         assert inputs is not None
         assert extents is not None
-        runs = _what_runs(program, extents, *inputs)
-    if program is not None:
-        reason = program.reason
-    else:
-        empty = "the index space is empty, so no term is computed"
-        reason = "pass tensors to see it" if extents is None else empty
+        runs, reason = _what_runs(program, extents, *inputs), program.reason
     return Explanation(
         statement=statement,
         options=options,
-        loop_nest="\n".join(nest),
-        extents=tuple(rows),
+        loop_nest="\n".join(nest_lines(statement, rows, output, notes, epilogue, has_initial=has_initial)),
+        extents=rows,
         output_shape=output,
         tensors=tensors,
         backend=program.backend if program is not None else None,
@@ -267,7 +251,27 @@ def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor],
         assert isinstance(program.run, Generated)
         return program.run.described(tensors, extents, initial)
     schedule = "library calls over the whole index space"
-    return Description(schedule, choices=tuple(library.decisions), torch_code=torch_code(program.bound, library))
+    return Description(schedule, choices=tuple(library.decisions), torch_code=_torch_code(program.bound, library))
+
+
+def _torch_code(bound: Bound, graph: CallGraph) -> str:
+    """Return the torch calls of a statement as Python.
+
+    A comment says what each numbered argument stands for. Statements that free memory are left out.
+    """
+    names, output = Names(bound.statement), bound.statement.output.name
+    tensors = {canonical: name for name, canonical in names.tensors.items()}
+    indices = {letter: name for name, letter in names.indices.items()}
+
+    def argument(node: Buffer | Size) -> str:
+        if isinstance(node, Buffer):
+            return tensors.get(node.name, f"{output}, the initial value")
+        if node.name in indices:
+            return f"the extent of {indices[node.name]}"
+        return f"the extent of axis {node.name.removeprefix(f'{OUTPUT}_')} of {output}"
+
+    called = [f"# {call}: {argument(stands_for)}" for call, stands_for in graph.arguments]
+    return "\n".join([*called, graph.code.strip()])
 
 
 # Tensors.
@@ -275,9 +279,8 @@ def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor],
 
 def _tensor_rows(
     statement: Statement, bound: Bound | None, inputs: tuple[Sequence[Tensor], Tensor | None] | None
-) -> tuple[TensorRow, ...]:
+) -> Iterator[TensorRow]:
     layout = layout_of(statement)
-    rows: list[TensorRow] = []
     for position, name in enumerate(layout.tensors):
         read = [a for a in statement.accesses() if a.name == name and a is not statement.output]
         kinds = ("index" if name in layout.index_tensors else "", "factor" if name in layout.value_tensors else "")
@@ -285,11 +288,10 @@ def _tensor_rows(
         if inputs is not None:
             facts = bound.facts[position] if bound is not None and name in layout.index_tensors else None
             row = _described(row, inputs[0][position], facts)
-        rows.append(row)
+        yield row
     if inputs is not None and inputs[1] is not None:
         row = TensorRow(statement.output.name, "initial value", (str(statement.output),))
-        rows.append(_described(row, inputs[1], None))
-    return tuple(rows)
+        yield _described(row, inputs[1], None)
 
 
 def _described(row: TensorRow, tensor: Tensor, facts: IndexFacts | None) -> TensorRow:
@@ -301,10 +303,6 @@ def _described(row: TensorRow, tensor: Tensor, facts: IndexFacts | None) -> Tens
 
 def _paragraph(decision: Decision) -> str:
     return textwrap.fill(str(decision), 110, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 def _dtype(dtype: torch.dtype | None) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from insum_nn.compiler.explain.report import Decision, Explanation, explain_program
 from insum_nn.compiler.lang.bind import Extents
-from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequence
 from insum_nn.compiler.runtime.execution import Executable, in_names_of
-from insum_nn.facts import IndexFacts
 
 __all__ = ["explain_call", "median_seconds"]
 
@@ -28,22 +27,17 @@ def explain_call(
     program: Executable | StatementSequence | None,
     inputs: Inputs | None,
     seconds: float | None = None,
-    *,
-    sizes: Mapping[str, int] | None = None,
-    out_shape: Sequence[int | None] | None = None,
-    epilogue: Epilogue = PLAIN,
-    facts: Mapping[str, IndexFacts] | None = None,
+    **about: Any,
 ) -> Explanation:
     """Collect what there is to say of a call; the arguments are those of `explain_program`."""
-    about = {"sizes": sizes, "out_shape": out_shape, "epilogue": epilogue, "facts": facts}
     if not isinstance(program, StatementSequence):
-        return explain_program(statement, options, extents, program, inputs, seconds, **about)  # type: ignore[arg-type]
+        return explain_program(statement, options, extents, program, inputs, seconds, **about)
     assert inputs is not None
     if program.program is not None:
         assert extents is not None
         reason = f"{program.reason}, in one C function"
         made = Executable(program.bound, extents, options, "c", reason, program.program, 0.0)
-        whole = explain_program(statement, options, extents, made, inputs, seconds, **about)  # type: ignore[arg-type]
+        whole = explain_program(statement, options, extents, made, inputs, seconds, **about)
         return replace(whole, _choices=(_order(program), *whole._choices))
     parts: list[Explanation] = []
     for stage in program.stages(*inputs):
@@ -52,7 +46,7 @@ def explain_call(
         bound, operands = part.bound, (stage.operands, inputs[1] if has_initial else None)
         found = explain_program(bound.statement, options, stage.part.extents, part, operands, epilogue=bound.epilogue)
         parts.append(found)
-    whole = explain_program(statement, options, extents, None, inputs, seconds, **about)  # type: ignore[arg-type]
+    whole = explain_program(statement, options, extents, None, inputs, seconds, **about)
     backends = dict.fromkeys(str(part.backend) for part in parts)
     return replace(
         whole,

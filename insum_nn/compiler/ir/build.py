@@ -80,17 +80,11 @@ class _Builder:
         self.names = Names(bound.statement)
         self.static = dict(bound.static)
         layout = bound.layout
-        self.buffers = {
-            name: Buffer(
-                self.names.tensors[name],
-                show_dtype(dtype),
-                tuple(self.axis(name, position, axis) for axis in range(rank)),
-                facts,
-            )
-            for position, (name, dtype, facts, rank) in enumerate(
-                zip(layout.tensors, bound.index_dtypes, bound.facts, layout.ranks, strict=True)
-            )
-        }
+        self.buffers: dict[str, Buffer] = {}
+        kinds = zip(layout.tensors, bound.index_dtypes, bound.facts, layout.ranks, strict=True)
+        for position, (name, dtype, facts, rank) in enumerate(kinds):
+            own = tuple(self.axis(name, position, axis) for axis in range(rank))
+            self.buffers[name] = Buffer(self.names.tensors[name], show_dtype(dtype), own, facts)
         shape = tuple(
             Size(f"{OUTPUT}_{axis}") if name is None else self.extent(name)
             for axis, name in enumerate(layout.output_plain)

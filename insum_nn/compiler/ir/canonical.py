@@ -19,7 +19,7 @@ from typing import Any
 from insum_nn.compiler.ir.build import OUTPUT, Names
 from insum_nn.compiler.lang.bind import Bound, show_dtype
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript, Term, replaced
+from insum_nn.compiler.lang.syntax import Statement, renamed, replaced
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts, StaticTable, Tables
 
@@ -44,20 +44,8 @@ def names_of(statement: Statement) -> Names:
 def _renamed(statement: Statement) -> Statement:
     """Return the statement in canonical names; not cached, as statements that differ in `2` and `2.0` are equal."""
     names = names_of(statement)
-
-    def access(each: Access, name: str) -> Access:
-        return replace(each, name=name, subscripts=tuple(subscript(s) for s in each.subscripts))
-
-    def subscript(each: Subscript) -> Subscript:
-        return replace(each, terms=tuple(replace(term, atom=atom(term)) for term in each.terms))
-
-    def atom(term: Term) -> Index | Access:
-        if isinstance(term.atom, Index):
-            return replace(term.atom, name=names.indices[term.atom.name])
-        return access(term.atom, names.tensors[term.atom.name])
-
-    output = access(statement.output, OUTPUT)
-    factors = tuple(replaced(f, lambda each: access(each, names.tensors[each.name])) for f in statement.factors)
+    output = replace(renamed(statement.output, names.tensors, names.indices), name=OUTPUT)
+    factors = tuple(replaced(f, lambda each: renamed(each, names.tensors, names.indices)) for f in statement.factors)
     # Parsed again, so that its text and the places in it belong to the new names.
     return parse(str(Statement(output, statement.operator, factors, "")))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Loop, Op, Store, operands
+from collections.abc import Iterable
 
-__all__ = ["ENTRY", "ROW", "extent_of", "factor_dtype", "factors_of", "loops_of", "store_of", "stores_of"]
+from insum_nn.compiler.ir.build import INITIAL
+from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Loop, Op, Stmt, Store, operands
+
+__all__ = ["ENTRY", "ROW", "around", "extent_of", "factor_dtype", "factors_of", "loops_of", "store_of", "stores_of"]
 
 # Of loops over the rows of an output, and over the entries of one: see `passes/own_rows.py`.
 ROW, ENTRY = Index("row"), Index("entry")
@@ -19,6 +21,13 @@ def loops_of(kernel: Kernel) -> list[Loop]:
         loops.append(body[0])
         body = body[0].body
     return loops
+
+
+def around(loops: Iterable[Loop], body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """Return statements inside of loops, which stand in order, outer first."""
+    for loop in reversed([*loops]):
+        body = (Loop(loop.index, loop.begin, loop.end, loop.role, body),)
+    return body
 
 
 def extent_of(loop: Loop) -> int | None:

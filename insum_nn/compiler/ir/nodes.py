@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
 from insum_nn.dtypes import DTYPES
@@ -144,6 +144,9 @@ class _Interning(type):
         return found
 
 
+N = TypeVar("N", bound="Node")
+
+
 class Node(metaclass=_Interning):
     """A node; `parts()` are its fields in order."""
 
@@ -171,13 +174,15 @@ class Node(metaclass=_Interning):
             first = last
         return type(self)(*parts)
 
-    def replace(self, mapping: Mapping[Node, Node]) -> Node:
+    def replace(self: N, mapping: Mapping[Node, Node]) -> N:
         """Replace every occurrence of a key by its value."""
         return replacing(mapping)(self)
 
 
-def replacing(mapping: Mapping[Node, Node]) -> Callable[[Node], Node]:
+def replacing(mapping: Mapping[Node, Node]) -> Callable[[N], N]:
     """Return what replaces every occurrence of a key by its value, and remembers what became of each node.
+
+    Expressions take the place of expressions, so what is returned is of the kind of what is passed.
 
     Nodes that have much in common, as the terms of a kernel have, are replaced in a fraction of the time together.
     """
@@ -189,7 +194,7 @@ def replacing(mapping: Mapping[Node, Node]) -> Callable[[Node], Node]:
             found = memo[node] = node.rebuild(change) if node.children() else node
         return found
 
-    return change
+    return change  # type: ignore[return-value]
 
 
 def walk(*nodes: Node, seen: set[Node] | None = None) -> Iterator[Node]:

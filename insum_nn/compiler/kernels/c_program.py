@@ -293,15 +293,9 @@ class CProgram:
             state = "compiled" + self._functions[0].alone * ", for one thread: its compiler's OpenMP is not loaded"
         if self.error:
             state = f"library calls serve, as it could not be compiled: {self.error}"
-        choices = [
-            (
-                "structure",
-                f"entries of {k.structure[0]} in the order of their values",
-                "rows share what is read, and none is written twice",
-            )
-            for k in self.kernels
-            if k.structure
-        ]
+        why = "rows share what is read, and none is written twice"
+        walked = (kernel.structure[0] for kernel in self.kernels if kernel.structure)
+        choices = [("structure", f"entries of {index} in the order of their values", why) for index in walked]
         return Description(f"one C function; {state}", sources=(self,), choices=tuple(choices), torch_code=self.host)
 
     @staticmethod

@@ -126,15 +126,13 @@ class _Launch:
                 return
             with torch.cuda.device(number):
                 code = self.codes[aligned] = self.load(aligned)
-        begin, handle, metadata, rest, _ = code
         # `torch.cuda.current_device` would first ask whether CUDA is initialised.
-        if torch._C._cuda_getDevice() == number:
-            stream = torch._C._cuda_getCurrentRawStream(number)
-            begin(grid, 1, 1, stream, handle, metadata, None, None, None, *numbers, *rest)
-        else:
+        if torch._C._cuda_getDevice() != number:
             with torch.cuda.device(number):
-                stream = torch._C._cuda_getCurrentRawStream(number)
-                begin(grid, 1, 1, stream, handle, metadata, None, None, None, *numbers, *rest)
+                return self(arguments, grid)
+        begin, handle, metadata, rest, _ = code
+        stream = torch._C._cuda_getCurrentRawStream(number)
+        begin(grid, 1, 1, stream, handle, metadata, None, None, None, *numbers, *rest)
 
     def _elsewhere(self, tensor: Tensor) -> InsumDeviceError:
         # Statements share a kernel whatever they call their tensors.

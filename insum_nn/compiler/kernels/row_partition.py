@@ -44,8 +44,8 @@ Array = NDArray[np.integer[Any]]
 # A tensor, or an array: the same arithmetic on a device and on the host.
 Numbers = Any
 _ARRAYS = {torch.int32: np.int32, torch.int64: np.int64}
-# Index tensors whose partitions are kept.
-_LIMIT = 512
+# What is kept at most, of some hundreds of index tensors.
+_LIMIT = 2048
 # Rows up to which they are divided on the host.
 _FEW_ROWS = 4096
 
@@ -64,7 +64,6 @@ class RowPartition:
         slots: parts of divided rows.
         divided: (d,) the output rows that are divided, ascending.
         first: (d + 1,) the slot of the first part of each, and the number of slots; parts of a row are in order.
-        empty_rows: some output row has no range, and nothing is written there.
         whole: every term has an output row.
         longest: terms of the longest row.
     """
@@ -78,7 +77,6 @@ class RowPartition:
     slots: int = 0
     divided: Tensor | None = None
     first: Tensor | None = None
-    empty_rows: bool = False
     whole: bool = False
     longest: int = 0
 
@@ -106,19 +104,13 @@ class _Lengths:
     on_device: Tensor | None = None
 
 
-_divisions: TensorCache[Divisions] = TensorCache(_LIMIT)
-_orders: TensorCache[Tensor] = TensorCache(_LIMIT)
-_lengths: TensorCache[_Lengths] = TensorCache(_LIMIT)
-# For each column of an index tensor, the rows in which it has an entry.
-_bitmasks: TensorCache[Tensor] = TensorCache(_LIMIT)
+# Of each index tensor: divisions by number of rows and whether terms are permuted, "order", "lengths", and "bitmasks".
+_structures: TensorCache[Any] = TensorCache(_LIMIT)
 
 
 def clear_partitions() -> None:
     """Forget everything that was built."""
-    _divisions.clear()
-    _orders.clear()
-    _lengths.clear()
-    _bitmasks.clear()
+    _structures.clear()
 
 
 def partition_for(form: Form, tensors: Sequence[Tensor], extents: Extents, schedule: Schedule) -> RowPartition | None:
@@ -166,8 +158,8 @@ def _kept(build: Callable[..., Built], *arguments: Any) -> Built:
 
 def divisions_of(index: Tensor, rows: int, permuted: bool) -> Divisions:
     """The row partitions of an index tensor that were made; see `partition_of`, which makes others."""
-    found = _divisions.of(index, (rows, permuted))
-    return _divisions.keep((index,), (rows, permuted), {}) if found is None else found
+    found: Divisions | None = _structures.of(index, (rows, permuted))
+    return _structures.keep((index,), (rows, permuted), {}) if found is None else found
 
 
 def longest_row(index: Tensor, rows: int, permuted: bool) -> int:
@@ -182,12 +174,12 @@ def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor |
     if not permuted:
         return flat, None, small
     # The order is the same for every way to divide the terms.
-    order = _orders.of(index)
+    order: Tensor | None = _structures.of(index, "order")
     if order is None:
         # Of 32 bits a sort takes half the launches.
         flat, positions = flat.to(small).sort(stable=True)
         order = positions.to(small)
-        _orders.keep((index,), None, order)
+        _structures.keep((index,), "order", order)
         return flat.contiguous(), order, small
     return flat[order], order, small
 
@@ -236,7 +228,7 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
             return _divide(flat, order, begin, chunk)
         # Few rows are divided on the host, which then reads the device once rather than at every size it needs. NumPy
         # takes a fraction of torch's time for so few numbers.
-        known = _lengths.keep((index,), None, _Lengths(begin.cpu().numpy()))
+        known = _structures.keep((index,), "lengths", _Lengths(begin.cpu().numpy()))
     begins = known.begins
     lengths = begins[1:] - begins[:-1]
     longest = int(lengths.max()) if rows else 0
@@ -256,7 +248,7 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
     groups: dict[torch.dtype, list[Array]] = {torch.int64: [divided, first]}
     groups.setdefault(small, []).extend((low, high, target, row_of))
     divided, first, low, high, target, row_of = _send(groups, flat.device)
-    return RowPartition(ranges, low, high, target, row_of, order, slots, divided, first, False, whole, longest)
+    return RowPartition(ranges, low, high, target, row_of, order, slots, divided, first, whole, longest)
 
 
 def _divide_known(index: Tensor, known: _Lengths, chunk: int) -> RowPartition | None:
@@ -277,7 +269,7 @@ def _divide_known(index: Tensor, known: _Lengths, chunk: int) -> RowPartition | 
         return None
     low, high, target, row_of, rows, first = made
     whole = sum(counts) == terms
-    return RowPartition(ranges, low, high, target, row_of, None, slots, rows, first, False, whole, longest)
+    return RowPartition(ranges, low, high, target, row_of, None, slots, rows, first, whole, longest)
 
 
 def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> RowPartition:
@@ -303,7 +295,7 @@ def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> Ro
     packed[:, :ranges] = torch.stack(_ranges(begin, numbers, steps, parts, more, chunk, lambda of: of[row]))
     low, high, target, own = packed[:, :ranges].unbind(0)
     first = torch.nn.functional.pad(parts[divided].cumsum(0, dtype=torch.int64), (1, 0))
-    return RowPartition(ranges, low, high, target, own, order, slots, divided, first, False, whole, longest)
+    return RowPartition(ranges, low, high, target, own, order, slots, divided, first, whole, longest)
 
 
 def _ranges(
@@ -378,18 +370,15 @@ def keep_lengths(index: Tensor, lengths: Sequence[int], on_device: Tensor | None
     """
     if 0 < len(lengths) <= _FEW_ROWS:
         begins = np.array((0, *lengths), dtype=np.int64).cumsum()
-        _lengths.keep((index,), None, _Lengths(begins, lengths, on_device))
+        _structures.keep((index,), "lengths", _Lengths(begins, lengths, on_device))
 
 
 def _cached_lengths(index: Tensor, rows: int) -> _Lengths | None:
-    known = _lengths.of(index)
+    known: _Lengths | None = _structures.of(index, "lengths")
     # What is sent while a graph is captured would be sent by its replays.
     if known is None or known.begins.shape[0] != rows + 1:
         return None
     return None if index.is_cuda and torch.cuda.is_current_stream_capturing() else known
-
-
-_bits: dict[torch.device, Tensor] = {}
 
 
 def bitmasks_of(index: Tensor) -> Tensor:
@@ -398,23 +387,18 @@ def bitmasks_of(index: Tensor) -> Tensor:
     Returns:
         (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one.
     """
-    found = _bitmasks.of(index)
-    if found is not None:
-        return found
-    return _bitmasks.keep((index,), None, _kept(_new_bitmasks, index))
+    found: Tensor | None = _structures.of(index, "bitmasks")
+    return _structures.keep((index,), "bitmasks", _kept(_new_bitmasks, index)) if found is None else found
 
 
 def _new_bitmasks(index: Tensor) -> Tensor:
     found = row_bitmasks(index.contiguous()) if index.is_cuda else None
-    return _bitmasks_with(index, _powers(index.device)) if found is None else found
+    return new_bitmasks_of(index) if found is None else found
 
 
 def new_bitmasks_of(index: Tensor) -> Tensor:
-    """`bitmasks_of` for an index tensor of a graph that torch records; nothing is kept."""
-    return _bitmasks_with(index, _new_powers(index.device))
-
-
-def _bitmasks_with(index: Tensor, bits: Tensor) -> Tensor:
+    """`bitmasks_of` by torch's operators, which a graph may record; nothing is kept."""
+    bits = (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=index.device))[:, None]
     rest = index.shape[0] % WORD_BITS
     whole = index.shape[0] - rest
     # All bitmasks that are full at once.
@@ -424,24 +408,6 @@ def _bitmasks_with(index: Tensor, bits: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _new_powers(device: torch.device) -> Tensor:
-    return (1 << torch.arange(WORD_BITS, dtype=torch.int32, device=device))[:, None]
-
-
-def _powers(device: torch.device) -> Tensor:
-    """(31, 1) int32: each bit of a word."""
-    found = _bits.get(device)
-    if found is None:
-        found = _new_powers(device)
-        if device.type != "cuda":
-            _bits[device] = found
-        elif not torch.cuda.is_current_stream_capturing():
-            # Other streams will read it; and the memory of a captured graph is the graph's.
-            torch.cuda.current_stream(device).synchronize()
-            _bits[device] = found
-    return found
-
-
 def keep_bitmasks(index: Tensor, bitmasks: Tensor) -> None:
     """Take (i,) int32 as the bitmasks of an index tensor of at most 31 rows, where they are known from elsewhere."""
-    _bitmasks.keep((index,), None, bitmasks[None])
+    _structures.keep((index,), "bitmasks", bitmasks[None])

@@ -118,19 +118,10 @@ def kernel(flat, begin, end, row_of, rows, terms, steps, size, count):
 """
 
 
-@lru_cache(maxsize=2)
-def _tiling(dtype: torch.dtype) -> WrittenKernels:
-    return WrittenKernels([WrittenKernel(_TILED, (POINTERS[dtype], *["*i32"] * 3, *[None] * 5))])
-
-
-@lru_cache(maxsize=2)
-def _dividing(dtype: torch.dtype) -> WrittenKernels:
-    return WrittenKernels([WrittenKernel(_DIVIDED, (POINTERS[dtype], *["*i32"] * 4, "*i64", "*i64", None))])
-
-
-@lru_cache(maxsize=2)
-def _masking(dtype: torch.dtype) -> WrittenKernels:
-    return WrittenKernels([WrittenKernel(_BITMASKS, (POINTERS[dtype], "*i32", None, None, None))])
+@lru_cache(maxsize=8)
+def _kernel(text: str, dtype: torch.dtype, *types: str | None) -> WrittenKernels:
+    """A kernel whose first parameter is an index tensor of a dtype."""
+    return WrittenKernels([WrittenKernel(text, (POINTERS[dtype], *types))])
 
 
 def row_bitmasks(index: Tensor) -> Tensor | None:
@@ -143,7 +134,7 @@ def row_bitmasks(index: Tensor) -> Tensor | None:
     rows, columns = index.shape
     if not 0 < rows * columns < _NARROW or torch._C._len_torch_dispatch_stack() > 0:
         return None
-    launchers = _masking(index.dtype).launchers(index.device)
+    launchers = _kernel(_BITMASKS, index.dtype, "*i32", None, None, None).launchers(index.device)
     if launchers is None:
         return None
     count, blocks = -(-rows // WORD_BITS), -(-columns // _COLUMNS)
@@ -168,7 +159,7 @@ def tile_rows(flat: Tensor, rows: int, size: int, count: int) -> tuple[Tensor, .
     # A program looks for all rows before its own.
     if not 0 < rows <= _FEW_ROWS or terms >= _NARROW or torch._C._len_torch_dispatch_stack() > 0:
         return None
-    launchers = _tiling(flat.dtype).launchers(flat.device)
+    launchers = _kernel(_TILED, flat.dtype, *["*i32"] * 3, *[None] * 5).launchers(flat.device)
     if launchers is None:
         return None
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
@@ -190,7 +181,7 @@ def divide_rows(lengths: Tensor, chunk: int, ranges: int, divided: int) -> tuple
         `begin`, `end`, `target`, `row_of` (int32), `divided` and `first` (int64) of a `RowPartition`; `None`: the
         kernel cannot be launched, or not yet.
     """
-    launchers = _dividing(lengths.dtype).launchers(lengths.device)
+    launchers = _kernel(_DIVIDED, lengths.dtype, *["*i32"] * 4, "*i64", "*i64", None).launchers(lengths.device)
     if launchers is None:
         return None
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.

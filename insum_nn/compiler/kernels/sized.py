@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.ir.nodes import Const
 from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels.collection import block_of, write_collection
 from insum_nn.compiler.kernels.launch import launcher
@@ -130,7 +129,7 @@ class UnsizedKernel:
         self.source = source = form.plan.get(
             ["kernel", schedule.to_json(), asdict(strides), precision],
             lambda: write_kernel(form, schedule, strides, precision),
-            lambda made: made.to_json(form.bound),
+            Source.to_json,
             lambda value: Source.from_json(value, form.bound),
             SOURCE_SHAPE,
         )
@@ -191,22 +190,20 @@ class UnsizedKernel:
             }.get(kind, f"partition.{kind}")
         # The output is what the kernel writes, without anything before or after it.
         covered = self.fills.text
-        whole = f"{covered} and not partition.empty_rows" if self.form.row_index is not None else covered
         # torch takes less time for strides than for its defaults.
         steps = [f"o{axis}" for axis in range(1, len(self.form.bound.layout.output_places))]
-        steps = [" * ".join(steps[axis:]) for axis in range(len(steps))] + ["1"] * bool(
-            self.form.bound.layout.output_places
-        )
+        steps = [" * ".join(steps[axis:]) for axis in range(len(steps))]
+        steps += ["1"] * bool(self.form.bound.layout.output_places)
         empty = f"torch.empty_strided(output, ({''.join(f'{step}, ' for step in steps)}), dtype=dtype, device=device)"
         # AOTAutograd shares strided memory among all launches of a graph, which are then preceded by copies of it.
         empty = f"{empty} if launch is None else torch.empty(output, dtype=dtype, device=device)"
         if splits or self.fills.never:
             lines += [f"whole, made = False, kernel.memory(initial, output, device, {covered})"]
-        elif whole == "True":
+        elif covered == "True":
             lines += [f"made = {empty}"]
         else:
             lines += [
-                f"whole = {whole}",
+                f"whole = {covered}",
                 f"made = ({empty}) if whole else kernel.memory(initial, output, device, False)",
             ]
         workspace, adding = self._dividing(covered)
@@ -218,7 +215,7 @@ class UnsizedKernel:
         lines += [f"{own[place]} = {text}" for place, text in tensors.items() if own[place] != text]
         lines += self._launching(own)
         lines += adding
-        if whole == "True" and not splits:
+        if covered == "True" and not splits:
             return [*lines, "return made"]
         return [*lines, "return made if whole else kernel.finished(made, initial)"]
 
@@ -385,11 +382,10 @@ def prepare_kernel(
 
 def types_of(form: Form, source: Source, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[str | None]:
     """Triton's types of the pointers; `None` for numbers."""
-    names = form.bound.layout.tensors
     found: list[str | None] = []
     for argument in source.arguments:
         if argument.kind == "tensor":
-            dtype = tensors[names.index(argument.name)].dtype
+            dtype = tensors[argument.place].dtype
         elif argument.kind in ("out", "initial", "workspace", "additional"):
             wide = argument.kind == "workspace" or (argument.kind == "out" and not source.finished)
             own = form.bound.dtype if argument.kind == "initial" else form.bound.out_dtype
@@ -445,4 +441,4 @@ class _Collector:
     def source(self, cells: int) -> Source:
         """The kernel for rows of so many cells."""
         text = write_collection(cells, self.accumulator)
-        return Source(text, (), Const(0), {}, Schedule(warps=2), self.accumulator, True)
+        return Source(text, (), "", {}, Schedule(warps=2), self.accumulator, True)

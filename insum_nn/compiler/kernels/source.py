@@ -30,12 +30,11 @@ __all__ = ["SOURCE_SHAPE", "Argument", "Launcher", "Numbers", "OnDevice", "Sourc
 __all__ += ["arguments_of", "initial_steps", "nest_of", "write_kernel"]
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A kernel's parameter: `kind` and what it belongs to (`tensor` pointer, `stride`, `dim`, `extent`, ...)."""
+class Argument(NamedTuple):
+    """A kernel's parameter: `kind` (`stride`, `extent`, ..), and the place of the tensor or index that it is of."""
 
     kind: str
-    name: str = ""
+    place: int = -1
     axis: int = -1
 
 
@@ -84,7 +83,7 @@ class Numbers:
     Args:
         bound: the statement.
         arguments: the kernel's parameters.
-        grid: the number of its programs, of sizes.
+        grid: the number of its programs, of sizes in braces.
         sizes: what these stand for.
 
     Attributes:
@@ -97,9 +96,8 @@ class Numbers:
         names: of all parameters in order, `p` and the place for pointers.
     """
 
-    def __init__(self, bound: Bound, arguments: Sequence[Argument], grid: Expr, sizes: Mapping[str, Argument]) -> None:
+    def __init__(self, bound: Bound, arguments: Sequence[Argument], grid: str, sizes: Mapping[str, Argument]) -> None:
         layout = bound.layout
-        names, indices = layout.tensors, layout.indices
         inputs: list[tuple[int, int]] = []
         others: list[tuple[int, str, int]] = []
         lines: list[str] = []
@@ -108,31 +106,28 @@ class Numbers:
         vectors: list[int] = []
         named: dict[int, str] = {}
         # Sizes of the grid stand behind the parameters.
-        for place, argument in enumerate((*arguments, *sizes.values())):
-            kind, name, axis = argument.kind, argument.name, argument.axis
-            along = kind in ("stride", "initial_stride")
+        for place, (kind, of, axis) in enumerate((*arguments, *sizes.values())):
+            along = kind in ("stride", "initial_stride", "out_dim")
             if kind == "tensor":
-                inputs.append((place, names.index(name)))
+                inputs.append((place, of))
                 continue
             if kind == "extent":
-                value = f"x{indices.index(name)}"
-                along = name in columns
+                value = f"x{of}"
+                along = layout.indices[of] in columns
             elif kind == "stride":
-                value = f"v{names.index(name)}.stride({axis})"
+                value = f"v{of}.stride({axis})"
             elif kind == "initial_stride":
                 # It may be of the last axes alone.
                 value = f"initial.stride({axis - len(layout.output_places)})"
-            elif kind == "dim" and name == "@out":
+            elif kind == "out_dim":
                 value = f"o{axis}"
-                along = True
             elif kind == "dim":
-                value = f"v{names.index(name)}.shape[{axis}]"
+                value = f"v{of}.shape[{axis}]"
                 along = axis > 0
             elif kind == "rows":
                 value = "rows"
             else:
-                position = int(name) if kind == "additional" else -1
-                others.append((place, kind, names.index(name) if name in names else position))
+                others.append((place, kind, of))
                 continue
             named[place] = value
             if not value.isalnum():
@@ -143,17 +138,11 @@ class Numbers:
         self.inputs, self.others, self.vectors = tuple(inputs), tuple(others), tuple(vectors)
         self.names = tuple(named.get(place, f"p{place}") for place in range(len(arguments)))
         self.lines = tuple(lines)
-        self.grid = _printed(grid, {name: named[place] for place, name in enumerate(sizes, len(arguments))})
-        counts = {
-            "v": ("tensors", len(names)),
-            "x": ("indices", len(indices)),
-            "o": ("output", len(layout.output_places)),
-        }
-        self.given = tuple(
-            f"({''.join(f'{letter}{n}, ' for n in range(count))}) = {given}"
-            for letter, (given, count) in counts.items()
-            if count
-        )
+        self.grid = grid.format(**{name: named[place] for place, name in enumerate(sizes, len(arguments))})
+        given = {"tensors": layout.tensors, "indices": layout.indices, "output": layout.output_places}
+        letters = {"tensors": "v", "indices": "x", "output": "o"}
+        texts = {name: "".join(f"{letters[name]}{n}, " for n in range(len(each))) for name, each in given.items()}
+        self.given = tuple(f"({text}) = {name}" for name, text in texts.items() if text)
 
     @cached_property
     def of(self) -> Callable[..., tuple[list[Any], Any]]:
@@ -172,14 +161,14 @@ class Numbers:
 _PYTHON = {"cdiv": "(-(-{} // {}))", "and": "({} and {})"}
 
 
-def _printed(expr: Expr, names: Mapping[str, str]) -> str:
-    """An expression of sizes in Python."""
+def _printed(expr: Expr) -> str:
+    """An expression of sizes in Python, with their names in braces."""
     if isinstance(expr, Const):
         return str(int(expr.value))
     if isinstance(expr, Size):
-        return names[expr.name]
+        return f"{{{expr.name}}}"
     assert isinstance(expr, Op)
-    return _PYTHON.get(expr.name, OPERATIONS[expr.name].text).format(*[_printed(arg, names) for arg in expr.args])
+    return _PYTHON.get(expr.name, OPERATIONS[expr.name].text).format(*map(_printed, expr.args))
 
 
 class OnDevice(NamedTuple):
@@ -241,10 +230,6 @@ def _with_arguments(form: Form, indices: frozenset[str]) -> Kernel:
     return build(replace(form.bound, static=static))
 
 
-# Arguments that belong to a tensor or an index of the statement.
-_NAMED = ("tensor", "bitmasks", "dim", "stride", "extent")
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """A kernel's text and what it is called with.
@@ -252,8 +237,8 @@ class Source:
     Attributes:
         text: the module's text; the function's name is `kernel`.
         arguments: its parameters, in order.
-        grid: the number of programs.
-        sizes: what the sizes in `grid` stand for.
+        grid: the number of programs, as Python, with sizes in braces.
+        sizes: what these stand for.
         schedule: as it applies to this kernel.
         accumulator: dtype of its sums.
         finished: it stores the output itself; else sums, to which the initial value and the epilogue are yet to come.
@@ -262,27 +247,19 @@ class Source:
 
     text: str
     arguments: tuple[Argument, ...]
-    grid: Expr
+    grid: str
     sizes: Mapping[str, Argument]
     schedule: Schedule
     accumulator: torch.dtype
     finished: bool
     lanes: int = 0
 
-    def to_json(self, bound: Bound) -> dict[str, Any]:
-        """As JSON, in which tensors and indices go by their places among those of the statement."""
-        layout = bound.layout
-
-        def shown(argument: Argument) -> list[Any]:
-            names = layout.indices if argument.kind == "extent" else layout.tensors
-            has_place = argument.kind in _NAMED and argument.name in names
-            return [argument.kind, names.index(argument.name) if has_place else argument.name, argument.axis]
-
+    def to_json(self) -> dict[str, Any]:
         return {
             "text": self.text,
-            "arguments": [*map(shown, self.arguments)],
-            "grid": _shown(self.grid),
-            "sizes": {name: shown(argument) for name, argument in self.sizes.items()},
+            "arguments": self.arguments,
+            "grid": self.grid,
+            "sizes": dict(self.sizes),
             "schedule": self.schedule.to_json(),
             "finished": self.finished,
             "lanes": self.lanes,
@@ -291,17 +268,11 @@ class Source:
     @staticmethod
     def from_json(value: Mapping[str, Any], bound: Bound) -> Source:
         """From what `to_json` made of it."""
-        layout = bound.layout
-
-        def argument(kind: str, name: int | str, axis: int) -> Argument:
-            names = layout.indices if kind == "extent" else layout.tensors
-            return Argument(kind, names[name] if isinstance(name, int) else name, axis)
-
         return Source(
             value["text"],
-            tuple(argument(*each) for each in value["arguments"]),
-            _expr(value["grid"]),
-            {name: argument(*each) for name, each in value["sizes"].items()},
+            tuple(Argument(*each) for each in value["arguments"]),
+            value["grid"],
+            {name: Argument(*each) for name, each in value["sizes"].items()},
             Schedule.from_json(value["schedule"]),
             wide_dtype(bound.dtype),
             value["finished"],
@@ -309,24 +280,14 @@ class Source:
         )
 
 
-SOURCE_SHAPE = {"text": str, "arguments": [(str, object, int)], "sizes": dict, "finished": bool, "lanes": int}
-
-
-def _shown(expr: Expr) -> Any:
-    """An expression of sizes as JSON."""
-    if isinstance(expr, Const):
-        return int(expr.value)
-    if isinstance(expr, Size):
-        return expr.name
-    assert isinstance(expr, Op)
-    return [expr.name, *map(_shown, expr.args)]
-
-
-def _expr(value: Any) -> Expr:
-    if isinstance(value, list):
-        name, *args = value
-        return Op(name, tuple(map(_expr, args)))
-    return Size(value) if isinstance(value, str) else Const(value)
+SOURCE_SHAPE = {
+    "text": str,
+    "arguments": [(str, int, int)],
+    "grid": str,
+    "sizes": dict,
+    "finished": bool,
+    "lanes": int,
+}
 
 
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:
@@ -345,7 +306,8 @@ def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Pr
     finished = form.strategy != "atomic" and schedule.splits == 1
     schedule = replace(schedule, groups=parts_of(kernel))
     accumulator = wide_dtype(form.bound.dtype)
-    return Source(printed.text, arguments, printed.grid, sizes, schedule, accumulator, finished, _lanes(kernel))
+    grid, lanes = _printed(printed.grid), _lanes(kernel)
+    return Source(printed.text, arguments, grid, sizes, schedule, accumulator, finished, lanes)
 
 
 def _lanes(kernel: Kernel) -> int:
@@ -356,18 +318,17 @@ def _lanes(kernel: Kernel) -> int:
 
 def arguments_of(form: Form) -> Mapping[str, Argument]:
     """What each name of a kernel's parameters stands for."""
-    names = names_of(form.bound.statement)
-    layout = form.bound.layout
-    found = {names.indices[index]: Argument("extent", index) for index in layout.indices}
-    for name, rank in zip(layout.tensors, layout.ranks, strict=True):
-        canonical = names.tensors[name]
-        found |= {canonical: Argument("tensor", name), f"{canonical}_bitmasks": Argument("bitmasks", name)}
-        found |= {f"{canonical}_{axis}": Argument("dim", name, axis) for axis in range(rank)}
-        found |= {f"{canonical}_step_{axis}": Argument("stride", name, axis) for axis in range(rank)}
+    names, layout = names_of(form.bound.statement), form.bound.layout
+    found = {names.indices[index]: Argument("extent", place) for place, index in enumerate(layout.indices)}
+    for place, (name, rank) in enumerate(zip(layout.tensors, layout.ranks, strict=True)):
+        own = names.tensors[name]
+        found |= {own: Argument("tensor", place), f"{own}_bitmasks": Argument("bitmasks", place)}
+        found |= {f"{own}_{axis}": Argument("dim", place, axis) for axis in range(rank)}
+        found |= {f"{own}_step_{axis}": Argument("stride", place, axis) for axis in range(rank)}
     rank = len(layout.output_plain)
-    found |= {f"{OUTPUT}_{axis}": Argument("dim", "@out", axis) for axis in range(rank)}
-    found |= {f"{INITIAL}_step_{axis}": Argument("initial_stride", "", axis) for axis in range(rank)}
-    found |= {f"{OUTPUT}{n}": Argument("additional", str(n - 1)) for n in range(1, len(form.additional) + 1)}
+    found |= {f"{OUTPUT}_{axis}": Argument("out_dim", axis=axis) for axis in range(rank)}
+    found |= {f"{INITIAL}_step_{axis}": Argument("initial_stride", axis=axis) for axis in range(rank)}
+    found |= {f"{OUTPUT}{n + 1}": Argument("additional", n) for n in range(len(form.additional))}
     found |= {OUTPUT: Argument("out"), INITIAL: Argument("initial")}
     kinds = ("rows", "begin", "end", "target", "row_of", "order", "workspace")
     return found | {kind: Argument(kind) for kind in kinds}
@@ -387,6 +348,4 @@ def _laid_out(kernel: Kernel, form: Form, strides: Strides) -> Kernel:
             steps = tuple(Size(f"{buffer.name}_step_{axis}") for axis in range(len(buffer.shape)))
         if steps is not None:
             changed[buffer] = Buffer(buffer.name, buffer.dtype, buffer.shape, buffer.facts, strides=steps)
-    found = kernel.replace(changed) if changed else kernel
-    assert isinstance(found, Kernel)
-    return found
+    return kernel.replace(changed) if changed else kernel

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from insum_nn.compiler.ir.nodes import Const
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels.ahead import collecting
 from insum_nn.compiler.kernels.launch import available, interpreted, launcher, load_ahead
@@ -75,5 +74,5 @@ class WrittenKernels:
 
 
 def _launcher(kernel: WrittenKernel, device: torch.device) -> Launcher:
-    source = Source(kernel.text, (), Const(0), {}, Schedule(warps=kernel.warps), torch.int32, finished=True)
+    source = Source(kernel.text, (), "", {}, Schedule(warps=kernel.warps), torch.int32, finished=True)
     return launcher(source, kernel.types, (), device, wide=False)

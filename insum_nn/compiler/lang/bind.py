@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -196,10 +197,10 @@ def bind(
     if initial is not None:
         named[statement.output.name] = initial
     raise_collected(dense_faults(statement, named))
-    faults = _check_ranks(statement, named) + _check_dtypes(statement, named) + _check_devices(statement, named)
-    faults += _check_initial(statement, initial)
-    raise_collected(faults)
-    dtype = _value_dtype(statement, named)
+    checks = (_check_ranks, _check_dtypes, _check_devices)
+    raise_collected([*chain(*(check(statement, named) for check in checks)), *_check_initial(statement, initial)])
+    values = (named[access.name] for access in (*statement.reads, statement.output) if access.name in named)
+    dtype = next((value.dtype for value in values), torch.get_default_dtype())
     device = next(iter(named.values())).device.type if named else "cpu"
     facts = facts or {}
     return Bound(
@@ -214,9 +215,8 @@ def bind(
     )
 
 
-def dense_faults(statement: Statement, named: Mapping[str, object]) -> list[InsumError]:
+def dense_faults(statement: Statement, named: Mapping[str, object]) -> Iterator[InsumError]:
     """Return an error for each of a statement's tensors, by name, that is no dense tensor."""
-    faults: list[InsumError] = []
     for name, value in named.items():
         got = not_dense(value)
         if got is None:
@@ -229,21 +229,17 @@ def dense_faults(statement: Statement, named: Mapping[str, object]) -> list[Insu
             fix = f"pass its parts in calls of their own, or {name}.to_padded_tensor(0)."
         else:
             fix = f"initialize '{name}' first, as a lazy module does in its first call."
-        faults.append(
-            InsumDtypeError(
-                f"'{name}' must be a dense torch.Tensor, got {got}",
-                expression=statement.text,
-                spans=_spans(statement, name),
-                fix=fix,
-                tensor=name,
-                got=got,
-            )
+        yield InsumDtypeError(
+            f"'{name}' must be a dense torch.Tensor, got {got}",
+            expression=statement.text,
+            spans=_spans(statement, name),
+            fix=fix,
+            tensor=name,
+            got=got,
         )
-    return faults
 
 
-def _check_ranks(statement: Statement, named: Mapping[str, Tensor]) -> list[InsumError]:
-    faults: list[InsumError] = []
+def _check_ranks(statement: Statement, named: Mapping[str, Tensor]) -> Iterator[InsumError]:
     done: set[str] = set()
     for access in statement.accesses():
         tensor = named.get(access.name)
@@ -254,24 +250,21 @@ def _check_ranks(statement: Statement, named: Mapping[str, Tensor]) -> list[Insu
             continue
         done.add(access.name)
         count = len(access.subscripts)
-        faults.append(
-            InsumShapeError(
-                f"'{access.name}' has {plural(count, 'subscript')}, but {plural(tensor.ndim, 'dimension')}",
-                expression=statement.text,
-                spans=[access.span],
-                details=[_describe(access.name, tensor)],
-                fix=f"give '{access.name}' one subscript per dimension, or reshape it.",
-                tensor=access.name,
-                expected=count,
-                got=tensor.ndim,
-            )
+        yield InsumShapeError(
+            f"'{access.name}' has {plural(count, 'subscript')}, but {plural(tensor.ndim, 'dimension')}",
+            expression=statement.text,
+            spans=[access.span],
+            details=[_describe(access.name, tensor)],
+            fix=f"give '{access.name}' one subscript per dimension, or reshape it.",
+            tensor=access.name,
+            expected=count,
+            got=tensor.ndim,
         )
-    return faults
 
 
-def _check_dtypes(statement: Statement, named: Mapping[str, Tensor]) -> list[InsumError]:
-    faults: list[InsumError] = []
-    layout = layout_of(statement)
+def _unusable_dtypes(
+    statement: Statement, named: Mapping[str, Tensor], values: Mapping[str, Tensor]
+) -> Iterator[InsumError]:
     for outer in statement.accesses():
         for axis, subscript in enumerate(outer.subscripts):
             for access in subscript.index_accesses():
@@ -280,70 +273,65 @@ def _check_dtypes(statement: Statement, named: Mapping[str, Tensor]) -> list[Ins
                     continue
                 target = named.get(outer.name)
                 extent = f" (extent {target.shape[axis]})" if target is not None and axis < target.ndim else ""
-                faults.append(
-                    InsumDtypeError(
-                        f"index tensor '{access.name}' must be int32 or int64, got {show_dtype(tensor.dtype)}",
-                        expression=statement.text,
-                        spans=[access.name_span],
-                        details=[f"{access.name} selects along axis {axis} of {outer.name}{extent}"],
-                        fix=f"pass {access.name}.long(); a float mask belongs in the product, not in an index.",
-                        tensor=access.name,
-                        got=tensor.dtype,
-                    )
-                )
-    values = {name: named[name] for name in named if name in layout.value_tensors or name == statement.output.name}
-    for name, tensor in values.items():
-        if tensor.dtype not in VALUE_DTYPES:
-            faults.append(
-                InsumDtypeError(
-                    f"factor '{name}' has dtype {show_dtype(tensor.dtype)}, which is not supported",
+                yield InsumDtypeError(
+                    f"index tensor '{access.name}' must be int32 or int64, got {show_dtype(tensor.dtype)}",
                     expression=statement.text,
-                    spans=_spans(statement, name),
-                    details=["expected a real floating-point or integer dtype"],
-                    fix="run the real and the imaginary part separately."
-                    if tensor.is_complex()
-                    else f"pass {name}.to(torch.float32).",
-                    tensor=name,
+                    spans=[access.name_span],
+                    details=[f"{access.name} selects along axis {axis} of {outer.name}{extent}"],
+                    fix=f"pass {access.name}.long(); a float mask belongs in the product, not in an index.",
+                    tensor=access.name,
                     got=tensor.dtype,
                 )
-            )
-    dtypes = {tensor.dtype for tensor in values.values()}
-    if len(dtypes) > 1 and not faults:
-        faults.append(
-            InsumDtypeError(
-                f"factors have different dtypes: {', '.join(sorted(map(show_dtype, dtypes)))}",
+    for name, tensor in values.items():
+        if tensor.dtype not in VALUE_DTYPES:
+            yield InsumDtypeError(
+                f"factor '{name}' has dtype {show_dtype(tensor.dtype)}, which is not supported",
                 expression=statement.text,
-                spans=[span for name in values for span in _spans(statement, name)],
-                details=[_describe(name, tensor) for name, tensor in values.items()],
-                fix="convert them to one dtype; nothing is cast silently.",
-                got=dtypes,
+                spans=_spans(statement, name),
+                details=["expected a real floating-point or integer dtype"],
+                fix="run the real and the imaginary part separately."
+                if tensor.is_complex()
+                else f"pass {name}.to(torch.float32).",
+                tensor=name,
+                got=tensor.dtype,
             )
+
+
+def _check_dtypes(statement: Statement, named: Mapping[str, Tensor]) -> Iterator[InsumError]:
+    own = {*layout_of(statement).value_tensors, statement.output.name}
+    values = {name: tensor for name, tensor in named.items() if name in own}
+    yield from (unusable := [*_unusable_dtypes(statement, named, values)])
+    dtypes = {tensor.dtype for tensor in values.values()}
+    if len(dtypes) > 1 and not unusable:
+        yield InsumDtypeError(
+            f"factors have different dtypes: {', '.join(sorted(map(show_dtype, dtypes)))}",
+            expression=statement.text,
+            spans=[span for name in values for span in _spans(statement, name)],
+            details=[_describe(name, tensor) for name, tensor in values.items()],
+            fix="convert them to one dtype; nothing is cast silently.",
+            got=dtypes,
         )
     if len(dtypes) != 1 or next(iter(dtypes)).is_floating_point:
-        return faults
+        return
+    (dtype,) = dtypes
     functions = [f for f in _applied(*statement.factors) if not OPERATIONS[f.function].integers]
     for function in functions[:1]:
         name = {"div": "a quotient", "pow": "a power"}.get(function.function, f"the function '{function.function}'")
-        faults.append(
-            InsumDtypeError(
-                f"{name} takes floating-point numbers, got {show_dtype(next(iter(dtypes)))}",
-                expression=statement.text,
-                spans=[f.span for f in functions],
-                fix="convert the tensors to a floating-point dtype.",
-                got=next(iter(dtypes)),
-            )
+        yield InsumDtypeError(
+            f"{name} takes floating-point numbers, got {show_dtype(dtype)}",
+            expression=statement.text,
+            spans=[f.span for f in functions],
+            fix="convert the tensors to a floating-point dtype.",
+            got=dtype,
         )
     floats = [f for f in leaves(*statement.factors) if isinstance(f, Number) and isinstance(f.value, float)]
     if floats:
-        faults.append(
-            InsumDtypeError(
-                f"the number {floats[0].value!r} does not fit integer factors ({show_dtype(next(iter(dtypes)))})",
-                expression=statement.text,
-                spans=[f.span for f in floats],
-                fix="convert the tensors to a floating-point dtype, or use an integer.",
-            )
+        yield InsumDtypeError(
+            f"the number {floats[0].value!r} does not fit integer factors ({show_dtype(dtype)})",
+            expression=statement.text,
+            spans=[f.span for f in floats],
+            fix="convert the tensors to a floating-point dtype, or use an integer.",
         )
-    return faults
 
 
 def _applied(*factors: Factor) -> Iterator[Apply]:
@@ -354,42 +342,30 @@ def _applied(*factors: Factor) -> Iterator[Apply]:
             yield from _applied(*factor.args)
 
 
-def _check_devices(statement: Statement, named: Mapping[str, Tensor]) -> list[InsumError]:
+def _check_devices(statement: Statement, named: Mapping[str, Tensor]) -> Iterator[InsumError]:
     devices = {name: tensor.device for name, tensor in named.items()}
     if len(set(devices.values())) <= 1:
-        return []
+        return
     target = next((d for d in devices.values() if d.type != "cpu"), next(iter(devices.values())))
     wrong = next(name for name, device in devices.items() if device != target)
-    return [
-        InsumDeviceError(
-            f"tensors are on different devices: {', '.join(sorted({str(d) for d in devices.values()}))}",
-            expression=statement.text,
-            spans=[span for name, device in devices.items() if device != target for span in _spans(statement, name)],
-            details=[f"{name} is on {device}" for name, device in devices.items()],
-            fix=f"move them to one device, e.g. {wrong}.to('{target}').",
-            got=devices,
-        )
-    ]
+    yield InsumDeviceError(
+        f"tensors are on different devices: {', '.join(sorted({str(d) for d in devices.values()}))}",
+        expression=statement.text,
+        spans=[span for name, device in devices.items() if device != target for span in _spans(statement, name)],
+        details=[f"{name} is on {device}" for name, device in devices.items()],
+        fix=f"move them to one device, e.g. {wrong}.to('{target}').",
+        got=devices,
+    )
 
 
-def _check_initial(statement: Statement, initial: Tensor | None) -> list[InsumError]:
+def _check_initial(statement: Statement, initial: Tensor | None) -> Iterator[InsumError]:
     if initial is None or statement.combining.takes_initial:
-        return []
+        return
     name = statement.output.name
-    return [
-        InsumShapeError(
-            f"'=' always starts from zero, but a tensor was passed for '{name}'",
-            expression=statement.text,
-            spans=[statement.output.name_span],
-            fix=f"write '+=' to add to '{name}', or do not pass it (out_shape= gives a shape).",
-            tensor=name,
-        )
-    ]
-
-
-def _value_dtype(statement: Statement, named: Mapping[str, Tensor]) -> torch.dtype:
-    for access in statement.reads:
-        return named[access.name].dtype
-    if statement.output.name in named:
-        return named[statement.output.name].dtype
-    return torch.get_default_dtype()
+    yield InsumShapeError(
+        f"'=' always starts from zero, but a tensor was passed for '{name}'",
+        expression=statement.text,
+        spans=[statement.output.name_span],
+        fix=f"write '+=' to add to '{name}', or do not pass it (out_shape= gives a shape).",
+        tensor=name,
+    )

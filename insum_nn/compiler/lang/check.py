@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from insum_nn.compiler.lang.syntax import Access, Apply, Statement, leaves
 from insum_nn.errors import (
@@ -31,17 +32,12 @@ def check_statement(statement: Statement, sized: Collection[str] = ()) -> None:
         InsumShapeError: one tensor is used with two ranks.
         InsumSyntaxError: a summand does not vary with an index that is summed.
     """
-    faults: list[InsumError] = []
-    faults += _written_never_read(statement, sized)
-    faults += _output_read(statement)
-    faults += _two_ranks(statement)
-    faults += _summands_that_lack_an_index(statement)
-    raise_collected(faults)
+    checks = (_output_read, _two_ranks, _summands_that_lack_an_index)
+    raise_collected([*_written_never_read(statement, sized), *chain(*(check(statement) for check in checks))])
 
 
-def _written_never_read(statement: Statement, sized: Collection[str]) -> list[InsumError]:
+def _written_never_read(statement: Statement, sized: Collection[str]) -> Iterator[InsumError]:
     read = {index.name for access in statement.reads for index in access.indices()}
-    faults: list[InsumError] = []
     seen: dict[str, list[Span]] = {}
     for index in statement.output.indices():
         # An index of an index tensor in the output is read there: Row[g] gives g its extent.
@@ -53,26 +49,23 @@ def _written_never_read(statement: Statement, sized: Collection[str]) -> list[In
             continue
         names_read = ", ".join(sorted(read)) or "none"
         instead = "write one of those, multiply" if read else "multiply"
-        faults.append(
-            InsumNameError(
-                f"index '{name}' is written but never read",
-                expression=statement.text,
-                spans=spans,
-                details=[f"indices read on the right: {names_read}"],
-                fix=f"{instead} by a tensor that carries '{name}', or repeat the result along a new axis with "
-                f"sizes={{'{name}': ...}}.",
-                index=name,
-                expected=tuple(sorted(read)),
-            )
+        yield InsumNameError(
+            f"index '{name}' is written but never read",
+            expression=statement.text,
+            spans=spans,
+            details=[f"indices read on the right: {names_read}"],
+            fix=f"{instead} by a tensor that carries '{name}', or repeat the result along a new axis with "
+            f"sizes={{'{name}': ...}}.",
+            index=name,
+            expected=tuple(sorted(read)),
         )
-    return faults
 
 
-def _output_read(statement: Statement) -> list[InsumError]:
+def _output_read(statement: Statement) -> Iterator[InsumError]:
     output = statement.output
     inner = [access for access in statement.accesses() if access is not output and access.name == output.name]
     if not inner:
-        return []
+        return
     first = inner[0]
     why = (
         f"'{statement.operator}' scatters in no fixed order, so this read would race"
@@ -81,62 +74,52 @@ def _output_read(statement: Statement) -> list[InsumError]:
     )
     copy = f"{output.name}0"
     renamed = copy + str(first)[len(first.name) :]
-    return [
-        InsumAliasError(
-            f"'{output.name}' is written and read by the same statement",
-            expression=statement.text,
-            spans=[output.name_span, *(access.name_span for access in inner)],
-            details=[why],
-            fix=f"pass a copy under another name, e.g. {copy}={output.name}.clone(), and read {renamed}.",
-            tensor=output.name,
-        )
-    ]
+    yield InsumAliasError(
+        f"'{output.name}' is written and read by the same statement",
+        expression=statement.text,
+        spans=[output.name_span, *(access.name_span for access in inner)],
+        details=[why],
+        fix=f"pass a copy under another name, e.g. {copy}={output.name}.clone(), and read {renamed}.",
+        tensor=output.name,
+    )
 
 
-def _two_ranks(statement: Statement) -> list[InsumError]:
+def _two_ranks(statement: Statement) -> Iterator[InsumError]:
     by_name: dict[str, list[Access]] = {}
     for access in statement.accesses():
         by_name.setdefault(access.name, []).append(access)
-    faults: list[InsumError] = []
     for name, accesses in by_name.items():
         ranks = sorted({len(access.subscripts) for access in accesses})
         if len(ranks) > 1 and name != statement.output.name:
-            faults.append(
-                InsumShapeError(
-                    f"tensor '{name}' is used with {' and with '.join(map(str, ranks))} subscripts",
-                    expression=statement.text,
-                    spans=[access.span for access in accesses],
-                    fix=f"give every access to '{name}' one subscript per dimension.",
-                    tensor=name,
-                    got=tuple(ranks),
-                )
+            yield InsumShapeError(
+                f"tensor '{name}' is used with {' and with '.join(map(str, ranks))} subscripts",
+                expression=statement.text,
+                spans=[access.span for access in accesses],
+                fix=f"give every access to '{name}' one subscript per dimension.",
+                tensor=name,
+                got=tuple(ranks),
             )
-    return faults
 
 
-def _summands_that_lack_an_index(statement: Statement) -> list[InsumError]:
+def _summands_that_lack_an_index(statement: Statement) -> Iterator[InsumError]:
     """Refuse `Y[i] += A[i,k] + b[i]`, where b would be added once, or for each k: nothing tells which is meant."""
     value = statement.factors[0]
     if len(statement.factors) > 1 or not isinstance(value, Apply) or value.function != "add":
-        return []
+        return
     if not statement.combining.adds:
-        return []
+        return
     written = {index.name for index in statement.output.indices()}
-    faults: list[InsumError] = []
     for summand in value.args:
         own = {i.name for leaf in leaves(summand) if isinstance(leaf, Access) for i in leaf.indices()}
         lacking = [name for name in statement.indices() if name not in written and name not in own]
         if lacking:
             names = ", ".join(f"'{name}'" for name in lacking)
-            faults.append(
-                InsumSyntaxError(
-                    f"a summand does not vary with {names}, over which the statement sums",
-                    expression=statement.text,
-                    spans=[summand.span],
-                    fix="add it by a statement of its own.",
-                )
+            yield InsumSyntaxError(
+                f"a summand does not vary with {names}, over which the statement sums",
+                expression=statement.text,
+                spans=[summand.span],
+                fix="add it by a statement of its own.",
             )
-    return faults
 
 
 def check_names(

@@ -7,6 +7,7 @@ them, to which the gradient goes: in equal parts where several terms are equal t
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -57,11 +58,7 @@ class Combining:
         return info.min if self.identity < 0 else info.max
 
 
-def _sum(term: float, earlier: float) -> float:
-    return term + earlier
-
-
-_SUM = Combining("+=", "add", _sum, 0, torch.sum, torch.add, "sum")
+_SUM = Combining("+=", "add", operator.add, 0, torch.sum, torch.add, "sum")
 COMBINING = {
     mode.operator: mode
     for mode in (

@@ -8,7 +8,7 @@ and kernel maps declare facts that they guarantee; their tensors are not read at
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -24,12 +24,11 @@ from insum_nn.errors import (
     InsumError,
     InsumOverflowError,
     InsumRangeError,
-    Span,
     plural,
     raise_collected,
 )
 from insum_nn.facts import UNKNOWN, IndexFacts, repeated
-from insum_nn.tensor_cache import Kept, forget, kept_of, unwritten
+from insum_nn.tensor_cache import Kept, forget, kept_of
 
 __all__ = [
     "cell_numbers",
@@ -98,18 +97,11 @@ def check_index_values(
     """
     layout = layout_of(statement)
     promised = {name: facts.get(name, UNKNOWN) for name in layout.tensors if name in layout.index_tensors}
-    if origin == "builder" and not validate and not writes_sums(statement):
-        for name, tensor in zip(layout.tensors, tensors, strict=True):
-            own = promised.get(name)
-            if own is not None and (not own.proven or own.masked is None or not unwritten(tensor)):
-                break
-        else:
-            return promised
     named = dict(zip(layout.tensors, tensors, strict=True))
     if validate:
         # And what is cached about them: torch counts no writes through `.data`, NumPy or DLPack.
         forget(named[name] for name in promised)
-        _check_declared(statement, named, promised)
+        raise_collected(_contradicted(statement, named, promised))
         promised = {name: replace(f, proven=False, masked=None) for name, f in promised.items()}
     declared = promised
     if not validate:
@@ -129,7 +121,7 @@ def check_index_values(
         stats = read[name] = stats_of(named[name], again=validate)
         complete[name] = completed(own, own.sorted or stats.ascending, stats.low < 0)
     if 0 not in extents.indices:
-        _check_ranges(statement, named, extents, promised, read, drop_outside=drop_outside)
+        raise_collected(_outside(statement, named, extents, promised, read, drop_outside=drop_outside))
     return complete
 
 
@@ -154,7 +146,7 @@ def writes_sums(statement: Statement) -> bool:
     )
 
 
-def _check_ranges(
+def _outside(
     statement: Statement,
     named: Mapping[str, Tensor],
     extents: Extents,
@@ -162,8 +154,8 @@ def _check_ranges(
     read: dict[str, Kept],
     *,
     drop_outside: bool,
-) -> None:
-    """Raise unless entries lie inside the axes that they address.
+) -> Iterator[InsumError]:
+    """Yield an error for each subscript with entries outside of the axis that they address.
 
     Args:
         statement: the statement.
@@ -174,7 +166,6 @@ def _check_ranges(
         drop_outside: writes out of bounds are dropped instead of raising.
     """
     sizes: dict[str, int] = {}
-    faults: list[InsumError] = []
     for number, name, axis, plain, inner in _addressed(statement):
         is_output = number == 0
         if plain and promised[inner[0]].proven:
@@ -194,14 +185,11 @@ def _check_ranges(
         bounded = plain or (is_output and not drop_outside)
         low, high = _hull(subscript, sizes, stats)
         if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.low <= s.high for s in stats.values()):
-            faults.append(_overflow(statement, subscript, low, high))
+            yield _overflow(statement, subscript, low, high)
             continue
         beyond = bounded and (low < (-1 if plain else 0) or high >= extent)
         if below or beyond:
-            fault = _exact(statement, access, axis, subscript, extent, named, sizes, promised, bounded)
-            if fault is not None:
-                faults.append(fault)
-    raise_collected(faults)
+            yield from _exact(statement, access, axis, subscript, extent, named, sizes, promised, bounded)
 
 
 @lru_cache(maxsize=1024)
@@ -254,7 +242,7 @@ def _exact(
     sizes: Mapping[str, int],
     promised: Mapping[str, IndexFacts],
     bounded: bool,
-) -> InsumError | None:
+) -> Iterator[InsumError]:
     """Evaluate the subscript at every point: some entries of its index tensors may never be read."""
     evaluator = _Evaluator(named, sizes)
     values, valid, labels = evaluator.subscript(subscript)
@@ -262,12 +250,11 @@ def _exact(
         lowest = lowest_entry(promised[inner.name])
         bad = reached & (entries < lowest)
         if bool(bad.any()):
-            return _below(statement, inner, entries, bad, own, lowest)
-    if not bounded:
-        return None
+            yield _below(statement, inner, entries, bad, own, lowest)
+            return
     bad = valid & ((values < 0) | (values >= extent))
-    if not bool(bad.any()):
-        return None
+    if not bounded or not bool(bad.any()):
+        return
     shown = values[valid]
     count, total = int(bad.sum()), int(valid.sum())
     where = _first(bad, labels)
@@ -280,7 +267,7 @@ def _exact(
         if axis == 0
         else f"give {access.name} at least {largest + 1} entries along axis {axis}"
     )
-    return InsumRangeError(
+    yield InsumRangeError(
         f"{kind} '{name}' {what} outside axis {axis} of '{access.name}'",
         expression=statement.text,
         spans=[subscript.span],
@@ -395,9 +382,10 @@ def _align(tensor: Tensor, labels: Sequence[str], target: Sequence[str]) -> Tens
     return tensor.permute(order).reshape(shape)
 
 
-def _check_declared(statement: Statement, named: Mapping[str, Tensor], facts: Mapping[str, IndexFacts]) -> None:
-    """Verify the declared facts, and raise where one does not hold."""
-    faults: list[InsumError] = []
+def _contradicted(
+    statement: Statement, named: Mapping[str, Tensor], facts: Mapping[str, IndexFacts]
+) -> Iterator[InsumError]:
+    """Verify the declared facts, and yield an error for each tensor of which some do not hold."""
     for name, declared in facts.items():
         flat = named[name].detach().reshape(-1)
         entries = flat[flat != -1]
@@ -421,18 +409,14 @@ def _check_declared(statement: Statement, named: Mapping[str, Tensor], facts: Ma
             if twice is not None:
                 broken.append(f"unique with {', '.join(declared.unique_with)}, but {twice} occurs more than once")
         if broken:
-            spans: list[Span] = [a.name_span for a in statement.accesses() if a.name == name]
-            faults.append(
-                InsumRangeError(
-                    f"index tensor '{name}' contradicts a fact that is declared for it",
-                    expression=statement.text,
-                    spans=spans,
-                    details=[f"declared {line}" for line in broken],
-                    fix="rebuild it with a format's builder, or do not declare the fact.",
-                    tensor=name,
-                )
+            yield InsumRangeError(
+                f"index tensor '{name}' contradicts a fact that is declared for it",
+                expression=statement.text,
+                spans=[access.name_span for access in statement.accesses() if access.name == name],
+                details=[f"declared {line}" for line in broken],
+                fix="rebuild it with a format's builder, or do not declare the fact.",
+                tensor=name,
             )
-    raise_collected(faults)
 
 
 def cell_numbers(

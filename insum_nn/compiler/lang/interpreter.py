@@ -147,7 +147,11 @@ class _Interpreter:
                 continue
             if not 0 <= at < extent:
                 if subscript.indirect is not None or (write and not self.drop_outside):
-                    raise self.outside(subscript, access.name, at, extent)
+                    raise InsumRangeError(
+                        f"'{subscript}' points outside '{access.name}': {at} of {extent}",
+                        expression=self.statement.text,
+                        spans=[subscript.span],
+                    )
                 missing = True
             coordinates.append(at)
         return None if missing else tuple(coordinates)
@@ -175,13 +179,6 @@ class _Interpreter:
                 f"index tensor '{access.name}' holds {value}", expression=self.statement.text, spans=[access.span]
             )
         return None if value == -1 else value
-
-    def outside(self, subscript: Subscript, name: str, at: int, extent: int) -> InsumRangeError:
-        return InsumRangeError(
-            f"'{subscript}' points outside '{name}': {at} of {extent}",
-            expression=self.statement.text,
-            spans=[subscript.span],
-        )
 
     def cell(self, name: str, where: tuple[int, ...]) -> int | float:
         value = self.values[name]

@@ -85,10 +85,6 @@ def slot_indices(bound: Bound) -> tuple[str, ...]:
     """
     statement = bound.statement
     written = {index.name for index in statement.output.indices()}
-    slots: dict[str, None] = {}
-    for read in statement.reads:
-        for access in read.nested():
-            if len(access.subscripts) < 2:
-                continue
-            slots.update((s.plain, None) for s in access.subscripts if s.plain is not None and s.plain not in written)
-    return tuple(slots)
+    inner = (access for read in statement.reads for access in read.nested() if len(access.subscripts) > 1)
+    plain = (subscript.plain for access in inner for subscript in access.subscripts)
+    return tuple(dict.fromkeys(name for name in plain if name is not None and name not in written))

@@ -34,11 +34,6 @@ class Miss:
     axis: int | None
     labels: Labels
 
-    def __str__(self) -> str:
-        if self.axis is None:
-            return f"{self.access} = -1"
-        return f"{self.access.subscripts[self.axis]} is outside {self.access.name}"
-
 
 def labels_of(access: Access) -> Labels:
     """Return the indices that an access varies with, those of its index tensors included."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
 from insum_nn.compiler.lang.combining import OPERATORS
 from insum_nn.compiler.lang.functions import FUNCTIONS, Function
 from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Index, Number, Statement, Subscript, Term
-from insum_nn.errors import InsumOverflowError, InsumSyntaxError, Span, plural
+from insum_nn.errors import InsumError, InsumOverflowError, InsumSyntaxError, Span, plural
 
 __all__ = ["check_text", "parse"]
 
@@ -55,8 +55,7 @@ class _Token:
     span: Span
 
 
-def _tokenize(text: str) -> list[_Token]:
-    tokens: list[_Token] = []
+def _tokenize(text: str) -> Iterator[_Token]:
     position = 0
     while position < len(text):
         character = text[position]
@@ -67,22 +66,21 @@ def _tokenize(text: str) -> list[_Token]:
         symbol = next((s for s in _SYMBOLS if text.startswith(s, position)), None)
         if number is not None:
             stop = number.end()
-            tokens.append(_Token("number", number.group(), Span(position, stop)))
+            yield _Token("number", number.group(), Span(position, stop))
         elif symbol is not None:
             stop = position + len(symbol)
-            tokens.append(_Token("symbol", symbol, Span(position, stop)))
+            yield _Token("symbol", symbol, Span(position, stop))
         elif character.isidentifier():
             stop = position + 1
             while stop < len(text) and ("a" + text[stop]).isidentifier():
                 stop += 1
             # Python normalises keyword arguments, so names must be normalised in the same way.
             name = unicodedata.normalize("NFKC", text[position:stop])
-            tokens.append(_Token("name", name, Span(position, stop)))
+            yield _Token("name", name, Span(position, stop))
         else:
             raise _unexpected(text, position)
         position = stop
-    tokens.append(_Token("end", "end of text", Span(len(text), len(text))))
-    return tokens
+    yield _Token("end", "end of text", Span(len(text), len(text)))
 
 
 def _unexpected(text: str, position: int) -> InsumSyntaxError:
@@ -137,7 +135,7 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens = _tokenize(text)
+        self.tokens = [*_tokenize(text)]
         self.position = 0
         self.depth = 0
         self.accesses = 0
@@ -158,15 +156,16 @@ class _Parser:
             return self.advance()
         return None
 
-    def fail(self, expected: str, fix: str, spans: Sequence[Span] | None = None) -> InsumSyntaxError:
+    def fault(
+        self, message: str, spans: Sequence[Span], fix: str, kind: type[InsumError] = InsumSyntaxError, **fields: Any
+    ) -> InsumError:
+        """Return an error that shows the text."""
+        return kind(message, expression=self.text, spans=spans, fix=fix, **fields)
+
+    def fail(self, expected: str, fix: str, spans: Sequence[Span] | None = None) -> InsumError:
         got = self.token.text if self.token.kind == "end" else repr(self.token.text)
-        return InsumSyntaxError(
-            f"expected {expected}, got {got}",
-            expression=self.text,
-            spans=spans or [self.token.span],
-            fix=fix,
-            expected=expected,
-            got=self.token.text,
+        return self.fault(
+            f"expected {expected}, got {got}", spans or [self.token.span], fix, expected=expected, got=self.token.text
         )
 
     def statement(self) -> Statement:
@@ -241,12 +240,11 @@ class _Parser:
         function = FUNCTIONS.get(name.text)
         if function is None:
             near = get_close_matches(name.text, FUNCTIONS, 1)
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"there is no function '{name.text}'",
-                expression=self.text,
-                spans=[name.span],
+                [name.span],
+                f"write {near[0]}(...)." if near else "name one of these, or write subscripts in brackets: A[i].",
                 details=[f"functions: {', '.join(FUNCTIONS)}"],
-                fix=f"write {near[0]}(...)." if near else "name one of these, or write subscripts in brackets: A[i].",
                 got=name.text,
             )
         self.deeper(name.span)
@@ -261,30 +259,27 @@ class _Parser:
     def check_arguments(self, name: _Token, function: Function, args: Sequence[Factor], span: Span) -> None:
         expected = len(function.derivatives)
         if len(args) != expected:
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"'{name.text}' takes {plural(expected, 'argument')}, got {len(args)}",
-                expression=self.text,
-                spans=[span],
-                fix="give it as many.",
+                [span],
+                "give it as many.",
                 expected=expected,
                 got=len(args),
             )
         if function.number and not isinstance(args[-1], Number):
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"the last argument of '{name.text}' must be a number, got '{args[-1]}'",
-                expression=self.text,
-                spans=[args[-1].span],
-                fix="write the number.",
+                [args[-1].span],
+                "write the number.",
             )
 
     def deeper(self, span: Span) -> None:
         self.depth += 1
         if self.depth > _MAX_DEPTH:
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"parentheses, signs and accesses are nested more than {_MAX_DEPTH} deep",
-                expression=self.text,
-                spans=[span],
-                fix="compute a part of it by a statement of its own.",
+                [span],
+                "compute a part of it by a statement of its own.",
                 expected=_MAX_DEPTH,
             )
 
@@ -326,24 +321,22 @@ class _Parser:
             return self.integer(token)
         value = float(token.text)
         if value in (float("inf"), float("-inf")):
-            raise InsumOverflowError(
+            raise self.fault(
                 f"the number {token.text} does not fit a float64",
-                expression=self.text,
-                spans=[token.span],
-                fix="pass it as a 0-d tensor, or scale the factors.",
+                [token.span],
+                "pass it as a 0-d tensor, or scale the factors.",
+                kind=InsumOverflowError,
             )
         return value
 
     def integer(self, token: _Token) -> int:
         if len(token.text) > 19 or int(token.text) > _INT64_MAX:
-            raise InsumOverflowError(
-                "an integer does not fit 64 bits",
-                expression=self.text,
-                spans=[token.span],
-                details=[f"expected at most {_INT64_MAX}"],
-                fix="use a smaller coefficient, offset or number.",
-            )
+            raise self.overflow("an integer", token.span, "use a smaller coefficient, offset or number.")
         return int(token.text)
+
+    def overflow(self, what: str, span: Span, fix: str) -> InsumError:
+        details = [f"expected at most {_INT64_MAX}"]
+        return self.fault(f"{what} does not fit 64 bits", [span], fix, InsumOverflowError, details=details)
 
     def access(self, what: str, fix: str) -> Access:
         if self.token.kind != "name":
@@ -409,11 +402,10 @@ class _Parser:
 
     def index_integer(self, token: _Token) -> int:
         if not token.text.isdigit():
-            raise InsumSyntaxError(
+            raise self.fault(
                 f"expected an integer in a subscript, got {token.text!r}",
-                expression=self.text,
-                spans=[token.span],
-                fix="write coefficients and offsets of subscripts as integers, or pass an index tensor.",
+                [token.span],
+                "write coefficients and offsets of subscripts as integers, or pass an index tensor.",
                 got=token.text,
             )
         return self.integer(token)
@@ -430,13 +422,7 @@ class _Parser:
     def bound(self, count: int, most: int, what: str, span: Span, fix: str) -> None:
         """Raise if a statement has more of something than the limit."""
         if count > most:
-            raise InsumSyntaxError(
-                f"the statement has more than {most} {what}",
-                expression=self.text,
-                spans=[span],
-                fix=fix,
-                expected=most,
-            )
+            raise self.fault(f"the statement has more than {most} {what}", [span], fix, expected=most)
 
     def merge(self, terms: list[Term]) -> tuple[Term, ...]:
         if len(terms) == 1 and terms[0].coefficient:
@@ -450,23 +436,14 @@ class _Parser:
             merged[term.atom] = term
         for term in merged.values():
             if term.coefficient == 0:
-                raise InsumSyntaxError(
-                    f"the coefficient of '{term.atom}' is 0",
-                    expression=self.text,
-                    spans=[term.span],
-                    fix=f"remove '{term.atom}' from the subscript.",
+                raise self.fault(
+                    f"the coefficient of '{term.atom}' is 0", [term.span], f"remove '{term.atom}' from the subscript."
                 )
         return tuple(merged.values())
 
     def fit(self, value: int, span: Span) -> int:
         if abs(value) > _INT64_MAX:
-            raise InsumOverflowError(
-                "the sum of the integers does not fit 64 bits",
-                expression=self.text,
-                spans=[span],
-                details=[f"expected at most {_INT64_MAX}"],
-                fix="use smaller integers.",
-            )
+            raise self.overflow("the sum of the integers", span, "use smaller integers.")
         return value
 
 

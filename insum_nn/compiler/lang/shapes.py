@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -77,7 +77,7 @@ def resolve_extents(
             clash = True
     missing = [name for name in layout.indices if name not in found]
     if clash or missing:
-        raise_collected(_extent_faults(statement, tensors, initial, sizes, out_shape, missing))
+        raise_collected(_extent_faults(statement, tensors, initial, sizes, out_shape, given, missing))
     output = tuple(
         extent if extent is not None else None if name is None else found[name]
         for name, extent in zip(layout.output_plain, given, strict=True)
@@ -206,21 +206,18 @@ def _declared_shape(
     for axis, extent in enumerate(out_shape):
         if extent is not None:
             _check_extent(statement, f"out_shape[{axis}]", extent, [statement.output.subscripts[axis].span])
-    if initial is not None:
-        own = _initial_shape(statement, initial, out_shape, found)
-        for axis, extent in enumerate(out_shape):
-            if extent is not None and own[axis] != extent:
-                raise InsumShapeError(
-                    f"out_shape[{axis}] is {extent}, but the tensor passed for '{statement.output.name}' has "
-                    f"{own[axis]}",
-                    expression=statement.text,
-                    spans=[statement.output.subscripts[axis].span],
-                    fix="drop out_shape=; the initial value gives the shape.",
-                    expected=extent,
-                    got=own[axis],
-                )
-        return own
-    return tuple(out_shape)
+    shape = _initial_shape(statement, initial, out_shape, found)
+    for axis, (own, extent) in enumerate(zip(shape, out_shape, strict=True)):
+        if own is not extent and extent is not None and own != extent:
+            raise InsumShapeError(
+                f"out_shape[{axis}] is {extent}, but the tensor passed for '{statement.output.name}' has {own}",
+                expression=statement.text,
+                spans=[statement.output.subscripts[axis].span],
+                fix="drop out_shape=; the initial value gives the shape.",
+                expected=extent,
+                got=own,
+            )
+    return shape
 
 
 def _initial_shape(
@@ -245,13 +242,11 @@ def _extent_faults(
     initial: Tensor | None,
     sizes: Mapping[str, int],
     out_shape: Sequence[int | None] | None,
+    given: Sequence[int | None],
     missing: Sequence[str],
-) -> list[InsumError]:
+) -> Iterator[InsumError]:
     layout = layout_of(statement)
     named = dict(zip(layout.tensors, tensors, strict=True))
-    shown = {n: tensors[p[0][0]].shape[p[0][1]] for n, p in zip(layout.indices, layout.plain, strict=True) if p}
-    given = _declared_shape(statement, initial, out_shape, {**shown, **sizes})
-    faults: list[InsumError] = []
     for name in layout.indices:
         values: list[int] = []
         spans: list[Span] = []
@@ -281,32 +276,27 @@ def _extent_faults(
             details.append(f"sizes: {name} = {sizes[name]}")
         distinct = list(dict.fromkeys(values))
         if len(distinct) > 1:
-            faults.append(
-                InsumShapeError(
-                    f"index '{name}' has {_count(len(distinct))} extents, {_and(list(map(str, distinct)))}",
-                    expression=statement.text,
-                    spans=spans,
-                    details=details,
-                    fix=f"leave out {_and(explicit)}, or pass tensors that agree with it."
-                    if explicit
-                    else "make these axes equally long, or index them with different letters.",
-                    index=name,
-                    got=tuple(distinct),
-                )
+            yield InsumShapeError(
+                f"index '{name}' has {_count(len(distinct))} extents, {_and(list(map(str, distinct)))}",
+                expression=statement.text,
+                spans=spans,
+                details=details,
+                fix=f"leave out {_and(explicit)}, or pass tensors that agree with it."
+                if explicit
+                else "make these axes equally long, or index them with different letters.",
+                index=name,
+                got=tuple(distinct),
             )
     for name in missing:
         spans = [i.span for access in (statement.output, *statement.reads) for i in access.indices() if i.name == name]
-        faults.append(
-            InsumShapeError(
-                f"index '{name}' has no extent",
-                expression=statement.text,
-                spans=spans,
-                details=[f"'{name}' indexes no axis directly, so no tensor says how far it runs"],
-                fix=f"pass sizes={{'{name}': ...}}, or out_shape= where '{name}' alone writes an axis.",
-                index=name,
-            )
+        yield InsumShapeError(
+            f"index '{name}' has no extent",
+            expression=statement.text,
+            spans=spans,
+            details=[f"'{name}' indexes no axis directly, so no tensor says how far it runs"],
+            fix=f"pass sizes={{'{name}': ...}}, or out_shape= where '{name}' alone writes an axis.",
+            index=name,
         )
-    return faults
 
 
 def _count(number: int) -> str:
@@ -383,95 +373,87 @@ def _check_int32(
     extent: int,
     subscript: Subscript,
     dtypes: Mapping[str, torch.dtype],
-) -> list[InsumError]:
+) -> Iterator[InsumError]:
     inner = subscript.indirect
     if inner is None or dtypes[inner.name] != torch.int32 or extent <= INT32_AXIS:
-        return []
-    return [
-        InsumOverflowError(
-            f"index tensor '{inner.name}' is int32, which cannot address axis {axis} of '{access.name}'",
-            expression=statement.text,
-            spans=[inner.span],
-            details=[f"expected an extent of at most {INT32_AXIS}; got {extent}"],
-            fix=f"pass {inner.name}.long().",
-            tensor=inner.name,
-            got=extent,
-        )
-    ]
+        return
+    yield InsumOverflowError(
+        f"index tensor '{inner.name}' is int32, which cannot address axis {axis} of '{access.name}'",
+        expression=statement.text,
+        spans=[inner.span],
+        details=[f"expected an extent of at most {INT32_AXIS}; got {extent}"],
+        fix=f"pass {inner.name}.long().",
+        tensor=inner.name,
+        got=extent,
+    )
 
 
-def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str, int]) -> list[InsumError]:
+def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str, int]) -> Iterator[InsumError]:
     low, high = interval(subscript, sizes)
     for term in subscript.terms:
         if not isinstance(term.atom, Index):
             # Entries are below 2**31 or 2**63; any coefficient that keeps an int32 entry inside int64 is accepted.
             low, high = low - abs(term.coefficient) * INT32_AXIS, high + abs(term.coefficient) * INT32_AXIS
     if -INT64_MAX <= low and high <= INT64_MAX:
-        return []
-    return [
-        InsumOverflowError(
-            f"the subscript '{subscript}' overflows int64",
-            expression=statement.text,
-            spans=[subscript.span],
-            details=[f"it reaches from {low} to {high}"],
-            fix="use smaller coefficients or extents.",
-            got=(low, high),
-        )
-    ]
+        return
+    yield InsumOverflowError(
+        f"the subscript '{subscript}' overflows int64",
+        expression=statement.text,
+        spans=[subscript.span],
+        details=[f"it reaches from {low} to {high}"],
+        fix="use smaller coefficients or extents.",
+        got=(low, high),
+    )
 
 
 def _check_constant(
     statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript
-) -> list[InsumError]:
+) -> Iterator[InsumError]:
     """Check a constant subscript; out of bounds it is an error even where nothing is iterated."""
     if 0 <= subscript.offset < extent:
-        return []
+        return
     verb = "writes" if access is statement.output else "reads"
     fix = f"give '{access.name}' at least {subscript.offset + 1} entries along axis {axis}, or correct the constant."
     if subscript.offset < 0:
         last = f"the last entry is {extent - 1}" if extent else "the axis has no entries"
         fix = f"count from 0: negative subscripts do not wrap, and {last}."
-    return [
-        InsumRangeError(
-            f"'{subscript}' {verb} outside axis {axis} of '{access.name}'",
-            expression=statement.text,
-            spans=[subscript.span],
-            details=[f"expected 0 <= {subscript} < {extent}; got {subscript.offset}"],
-            fix=fix,
-            tensor=access.name,
-            axis=axis,
-            expected=extent,
-            got=(subscript.offset, subscript.offset),
-        )
-    ]
+    yield InsumRangeError(
+        f"'{subscript}' {verb} outside axis {axis} of '{access.name}'",
+        expression=statement.text,
+        spans=[subscript.span],
+        details=[f"expected 0 <= {subscript} < {extent}; got {subscript.offset}"],
+        fix=fix,
+        tensor=access.name,
+        axis=axis,
+        expected=extent,
+        got=(subscript.offset, subscript.offset),
+    )
 
 
 def _check_affine_write(
     statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript, sizes: Mapping[str, int]
-) -> list[InsumError]:
+) -> Iterator[InsumError]:
     if any(True for _ in subscript.index_accesses()):
-        return []
+        return
     low, high = interval(subscript, sizes)
     if low >= 0 and high < extent:
-        return []
+        return
     reach = ", ".join(f"{name} = {sizes[name]}" for name in dict.fromkeys(i.name for i in subscript.indices()))
-    return [
-        InsumRangeError(
-            f"'{subscript}' writes outside axis {axis} of '{access.name}'",
-            expression=statement.text,
-            spans=[subscript.span],
-            details=[
-                f"expected 0 <= {subscript} < {extent}; got {low}{f' to {high}' if high != low else ''}"
-                f"{f' (extents: {reach})' if reach else ''}"
-            ],
-            fix=(
-                f"give '{access.name}' at least {high + 1} entries along axis {axis}"
-                if low >= 0
-                else "shift the subscript with an offset so that it starts at 0"
-            )
-            + ", or pass drop_outside=True if it is a derivative, whose writes outside are dropped.",
-            axis=axis,
-            expected=extent,
-            got=(low, high),
+    yield InsumRangeError(
+        f"'{subscript}' writes outside axis {axis} of '{access.name}'",
+        expression=statement.text,
+        spans=[subscript.span],
+        details=[
+            f"expected 0 <= {subscript} < {extent}; got {low}{f' to {high}' if high != low else ''}"
+            f"{f' (extents: {reach})' if reach else ''}"
+        ],
+        fix=(
+            f"give '{access.name}' at least {high + 1} entries along axis {axis}"
+            if low >= 0
+            else "shift the subscript with an offset so that it starts at 0"
         )
-    ]
+        + ", or pass drop_outside=True if it is a derivative, whose writes outside are dropped.",
+        axis=axis,
+        expected=extent,
+        got=(low, high),
+    )

@@ -14,14 +14,15 @@ are. Spans are ignored by comparisons, so `parse(str(s)) == s` for every stateme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from insum_nn.compiler.lang.combining import COMBINING, Combining
 from insum_nn.compiler.lang.functions import SIGNS
 from insum_nn.errors import Span
 
-__all__ = ["Access", "Apply", "Factor", "Index", "Number", "Statement", "Subscript", "Term", "leaves", "replaced"]
+__all__ = ["Access", "Apply", "Factor", "Index", "Number", "Statement", "Subscript", "Term"]
+__all__ += ["leaves", "renamed", "replaced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,19 @@ def replaced(factor: Factor, change: Callable[[Access], Factor]) -> Factor:
     return change(factor) if isinstance(factor, Access) else factor
 
 
+def renamed(access: Access, tensors: Mapping[str, str], indices: Mapping[str, str]) -> Access:
+    """Return an access with other names, in its subscripts too; what these mappings lack keeps its name."""
+
+    def term(each: Term) -> Term:
+        atom = each.atom
+        if isinstance(atom, Access):
+            return replace(each, atom=renamed(atom, tensors, indices))
+        return replace(each, atom=replace(atom, name=indices.get(atom.name, atom.name)))
+
+    subscripts = tuple(replace(each, terms=tuple(map(term, each.terms))) for each in access.subscripts)
+    return replace(access, name=tensors.get(access.name, access.name), subscripts=subscripts)
+
+
 @dataclass(frozen=True, slots=True)
 class Statement:
     """`output operator factor * factor * ...`.
@@ -233,25 +247,18 @@ class Statement:
 
     def indices(self) -> tuple[str, ...]:
         """Return the names of all index variables: the output's first, then in reading order."""
-        names: dict[str, None] = {}
-        for access in (self.output, *self.reads):
-            names.update((index.name, None) for index in access.indices())
-        return tuple(names)
+        accesses = (self.output, *self.reads)
+        return tuple(dict.fromkeys(index.name for access in accesses for index in access.indices()))
 
     def index_tensors(self) -> tuple[str, ...]:
         """Return the names of the tensors inside subscripts, in reading order."""
-        names: dict[str, None] = {}
-        for access in (self.output, *self.reads):
-            names.update((nested.name, None) for nested in access.nested())
-        return tuple(names)
+        accesses = (self.output, *self.reads)
+        return tuple(dict.fromkeys(nested.name for access in accesses for nested in access.nested()))
 
     def tensors(self) -> tuple[str, ...]:
         """Return the names of the tensors that are read: index tensors of the output first, then in reading order."""
-        names: dict[str, None] = {nested.name: None for nested in self.output.nested()}
-        for access in self.reads:
-            names[access.name] = None
-            names.update((nested.name, None) for nested in access.nested())
-        return tuple(names)
+        _, *others = self.accesses()
+        return tuple(dict.fromkeys(access.name for access in others))
 
     def accesses(self) -> Iterator[Access]:
         """Yield every access, the output's first, outer before inner."""

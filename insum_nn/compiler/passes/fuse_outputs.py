@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from insum_nn.compiler.ir.graph import loops_of, stores_of
-from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Loop, Stmt, Store
+from insum_nn.compiler.ir.graph import around, loops_of, stores_of
+from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Loop, Store
 from insum_nn.compiler.ir.printer import show
 from insum_nn.compiler.passes.terms import term_of
 
@@ -30,9 +30,7 @@ def fuse_outputs(kernels: Sequence[Kernel]) -> Kernel:
         for loop in own:
             if loop.role == "free" or loop.index not in loops:
                 loops[loop.index] = loop
-    body: tuple[Stmt, ...] = tuple(store for kernel in kernels for store in stores_of(kernel))
-    for loop in reversed(loops.values()):
-        body = (Loop(loop.index, loop.begin, loop.end, loop.role, body),)
+    body = around(loops.values(), tuple(store for kernel in kernels for store in stores_of(kernel)))
     inputs = tuple(dict.fromkeys(buffer for kernel in kernels for buffer in kernel.inputs))
     results = tuple(dict.fromkeys(result for kernel in kernels for result in kernel.results))
     return Kernel(inputs, results, body, all(kernel.exact for kernel in kernels))

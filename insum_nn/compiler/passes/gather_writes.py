@@ -28,7 +28,6 @@ from insum_nn.compiler.ir.nodes import (
     conjunction,
     conjuncts,
     multiply,
-    replacing,
 )
 
 __all__ = ["cells_of", "gather_writes", "nested"]
@@ -84,8 +83,7 @@ def _length(loop: Loop) -> float:
 
 def _moved(kernel: Kernel, loops: list[Loop], store: Store, axis: int, loop: Loop, step: int) -> Kernel:
     written, extent = store.subscripts[axis], store.buffer.shape[axis]
-    cell, rest = Index(f"cell{axis}"), replacing({loop.index: Const(0)})(written)
-    assert isinstance(rest, Expr)
+    cell, rest = Index(f"cell{axis}"), written.replace({loop.index: Const(0)})
     # written = step * index + rest, and a step of 1 or -1 is its own inverse.
     back = add(multiply(Const(step), cell), multiply(Const(-step), rest))
     reached = [Op("at_least", (back, Const(0))), Op("less", (back, loop.end))]

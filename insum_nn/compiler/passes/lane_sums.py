@@ -13,35 +13,29 @@ To add lanes up at each step takes barriers where several warps have them, and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from insum_nn.compiler.ir.nodes import Alloc, Buffer, Const, Load, Loop, Op, Stmt, Store
 from insum_nn.compiler.passes.sum_terms import Sums
 
-__all__ = ["MOST", "LaneSums", "lane_sums"]
+__all__ = ["MOST", "lane_sums"]
+
+Block = tuple[Stmt, ...]
 
 MOST = 64
 """Registers of a thread for the sums of its lanes."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaneSums:
-    """What stands before the loop over what is summed, in it, and after it."""
+def lane_sums(sums: Sums, loop: Loop, lanes: int) -> tuple[Block, Block, Block]:
+    """Rewrite sums, of which none is by matrix products, over the lanes of a tile loop that is stepped.
 
-    before: tuple[Stmt, ...]
-    body: tuple[Stmt, ...]
-    after: tuple[Stmt, ...]
-
-
-def lane_sums(sums: Sums, loop: Loop, lanes: int) -> LaneSums | None:
-    """Rewrite sums over the lanes of a tile loop that is stepped; `None` where one is no plain sum."""
+    Returns:
+        What stands before the loop over what is summed, in it, and after it.
+    """
     own = {b: Buffer(f"{b.name}_lanes", b.dtype, (Const(lanes),), local=True) for b in sums.buffers}
     lane = Op("sub", (loop.index, loop.begin))
     body: list[Stmt] = []
     for each in sums.body:
-        if not isinstance(each, Store) or each.combine != "add":
-            return None
+        assert isinstance(each, Store)
         body.append(Store(own[each.buffer], (lane,), each.value, "add", each.where))
     added = tuple(Store(total, (), Load(part, (loop.index,)), "add") for total, part in own.items())
     whole = Loop(loop.index, Const(0), Const(lanes), "tile", added, axis=loop.axis)
-    return LaneSums(tuple(map(Alloc, own.values())), tuple(body), (*map(Alloc, own), whole))
+    return tuple(map(Alloc, own.values())), tuple(body), (*map(Alloc, own), whole)

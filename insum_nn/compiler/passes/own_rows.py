@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.ir.graph import ENTRY, ROW, loops_of, stores_of
+from insum_nn.compiler.ir.graph import ENTRY, ROW, around, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Const,
@@ -27,7 +27,6 @@ from insum_nn.compiler.ir.nodes import (
     Node,
     Op,
     Size,
-    Stmt,
     Store,
     add,
     conjunction,
@@ -117,18 +116,15 @@ def own_rows(
     )
     free = [loop for loop in loops if loop.role == "free" and loop.index not in entries]
     sums = [loop for loop in loops if loop.role == "sum"]
-    nest: tuple[Stmt, ...] = moved
     placed = [
         Loop(ROW, Const(0), count, "free", ()),
         *free,
         Loop(ENTRY, low, high, "sum", ()),
         *(loop for loop in sums if loop.index not in entries),
     ]
-    for loop in reversed(placed):
-        nest = (Loop(loop.index, loop.begin, loop.end, loop.role, nest),)
     read = {node.buffer for node in walk(*moved) if isinstance(node, Load)}
     inputs = tuple(b for b in kernel.inputs if b is not row_index.buffer or b in read)
-    walked = Kernel((*inputs, *made), kernel.results, nest, kernel.exact)
+    walked = Kernel((*inputs, *made), kernel.results, around(placed, moved), kernel.exact)
     return RowWalk(walked, axis, tuple(replacements[index] for index in entries), target)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from insum_nn.compiler.ir.access import indices_in
 from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.lowered import Lowered, Wide
-from insum_nn.compiler.ir.nodes import Buffer, Expr, Kernel, Load, Store
+from insum_nn.compiler.ir.nodes import Buffer, Kernel, Load, Store, replacing
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes.cpu.group_entries import group_entries, plain_entry
@@ -86,11 +86,9 @@ def lower(kernel: Kernel, made: Collection[str] = (), vector_bytes: int = 32) ->
         kernel = _verified(own_rows(kernel, read, axis, permuted=True).kernel)
     if structure is not None:
         # The caller sorts into int32.
-        narrow = {b: Buffer(b.name, "int32", b.shape, b.facts) for b in kernel.inputs if b.name in ("begin", "order")}
-        replaced = kernel.replace({**narrow})
-        entries = tuple(e for e in (entry.replace({**narrow}) for entry in entries) if isinstance(e, Expr))
-        assert isinstance(replaced, Kernel)
-        kernel = replaced
+        given = [b for b in kernel.inputs if b.name in ("begin", "order")]
+        narrow = replacing({b: Buffer(b.name, "int32", b.shape, b.facts) for b in given})
+        kernel, entries = narrow(kernel), tuple(map(narrow, entries))
     verify_kernel(kernel, placed=False)
     cells = cells if structure is None else written_cells(kernel, entries)
     registers = _REGISTERS * vector_bytes // 32

@@ -20,7 +20,7 @@ from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.misses import labels_of, misses_of
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.lang.syntax import Access, Index, Number, Subscript, Term
+from insum_nn.compiler.lang.syntax import Access, Index, Number, renamed
 from insum_nn.compiler.passes.cut_products import Cut, index_names
 from insum_nn.facts import StaticTable, Tables
 
@@ -87,11 +87,11 @@ class _Splitter:
     def __init__(self, bound: Bound, tables: Mapping[str, StaticTable], entry: str, sizes: dict[str, int]) -> None:
         self.bound, self.statement, self.tables, self.entry = bound, bound.statement, tables, entry
         taken = {self.statement.output.name, *self.statement.tensors(), *self.statement.indices()}
-        self.names: dict[str, str] = {}
-        for name in ("T", "Q", "q", *(n for n in self.statement.tensors() if n in tables)):
-            new = fresh_name(name if name in "TQq" else f"{name}_{name}", {*taken, *self.names.values()})
-            self.names[name if name not in "TQq" else f"new {name}"] = new
-        self.made, self.group_table, self.group = (self.names[f"new {n}"] for n in "TQq")
+        own: list[str] = []
+        for base in ("T", "Q", "q", *(f"{n}_{n}" for n in self.statement.tensors() if n in tables)):
+            own.append(fresh_name(base, {*taken, *own}))
+        self.made, self.group_table, self.group, *tables_of_groups = own
+        self.names = dict(zip((n for n in self.statement.tensors() if n in tables), tables_of_groups, strict=True))
         self.sizes = sizes
         self.numbers = {name: _numbered(_rows(table)) for name, table in tables.items()}
 
@@ -178,18 +178,7 @@ class _Splitter:
 
     def grouped(self, access: Access) -> Access:
         """An access that reads the tables of the groups."""
-
-        def term(each: Term) -> Term:
-            atom = each.atom
-            if isinstance(atom, Access):
-                return replace(each, atom=self.grouped(atom))
-            return replace(each, atom=replace(atom, name=self.group)) if atom.name == self.entry else each
-
-        def subscript(each: Subscript) -> Subscript:
-            return replace(each, terms=tuple(map(term, each.terms)))
-
-        name = self.names[access.name] if access.name in self.tables else access.name
-        return replace(access, name=name, subscripts=tuple(map(subscript, access.subscripts)))
+        return renamed(access, self.names, {self.entry: self.group})
 
 
 def _rows(table: StaticTable) -> list[tuple[int | float, ...]]:

@@ -199,9 +199,7 @@ class _Products:
             for value, terms in groups.items():
                 rights.setdefault(value, []).append((cell, terms, settled[cell.total]))
         # The matrix unit's own three products take four times the code, much of it for infinities.
-        many = (self.precision == "tf32x3" and any(len(cell.terms) > 1 for cell in cells)) or (
-            self.precision == "tf32x3" and len(cells) > 1
-        )
+        many = self.precision == "tf32x3" and (len(cells) > 1 or any(len(cell.terms) > 1 for cell in cells))
         blocks: list[tuple[Stmt, ...]] = []
         for right_value, groups_of in rights.items():
             block: list[Stmt] = []

@@ -7,9 +7,11 @@ sum, the sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from insum_nn.compiler.ir.graph import factors_of
 from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Load, Op, Store, conjuncts
 from insum_nn.dtypes import dtype_of, is_widened
 
@@ -29,18 +31,9 @@ class Term:
 
 def term_of(store: Store) -> Term:
     """The term that a store adds."""
-    number: float = 1.0
-    factors: list[Expr] = []
-    waiting: list[Expr] = [store.value]
-    while waiting:
-        value = waiting.pop(0)
-        if isinstance(value, Op) and value.name == "mul":
-            waiting[:0] = value.args
-        elif isinstance(value, Const):
-            number *= value.value
-        else:
-            factors.append(value)
-    return Term(number, tuple(factors), conjuncts(store.where))
+    every = factors_of(store.value)
+    number = math.prod([factor.value for factor in every if isinstance(factor, Const)], start=1.0)
+    return Term(number, tuple(f for f in every if not isinstance(f, Const)), conjuncts(store.where))
 
 
 def guards(factor: Expr) -> tuple[Expr, ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from insum_nn.compiler.ir.access import indices_in
 from insum_nn.compiler.ir.graph import ENTRY, loops_of, stores_of
@@ -44,6 +43,7 @@ from insum_nn.compiler.ir.nodes import (
     conjunction,
     conjuncts,
     multiply,
+    replacing,
     walk,
 )
 from insum_nn.compiler.ir.schedule import Schedule
@@ -58,7 +58,6 @@ from insum_nn.dtypes import dtype_of
 
 __all__ = ["WORD_BITS", "K", "Lanes", "M", "N", "Tiler", "Tiling", "parts_of", "tile"]
 
-T = TypeVar("T", bound=Node)
 SPLIT, PART = Index("split"), Index("part")
 # Steps to a word of 32 bits whose sign is not used.
 WORD_BITS = 31
@@ -150,7 +149,8 @@ class Tiler:
             if not indices_in(loop.end).isdisjoint(each.index for each in self.axes.values()):
                 # Lanes of different rows run for as long as the longest of them.
                 self.lane_conditions[loop.index] = Op("less", (loop.index, loop.end))
-        self.stores = tuple(self.renamed_in(store) for store in stores)
+        # Loops on shared lanes are the one loop that they became.
+        self.stores = tuple(map(replacing(self.renamed), stores)) if self.renamed else stores
 
     # Loops.
 
@@ -182,15 +182,8 @@ class Tiler:
             limit = stop if limit is None else Op("minimum", (limit, stop))
         if limit is not None:
             self.lane_conditions[index] = Op("less", (index, limit))
-        return Loop(
-            index,
-            low,
-            add(low, Const(lanes.lanes)),
-            "tile",
-            (),
-            limit=limit,
-            axis=2 - number if self.transposed else number,
-        )
+        axis = 2 - number if self.transposed else number
+        return Loop(index, low, add(low, Const(lanes.lanes)), "tile", (), limit=limit, axis=axis)
 
     @property
     def transposed(self) -> bool:
@@ -245,19 +238,20 @@ class Tiler:
             Cell(self.accumulator(number), tuple(map(term_of, group)), self.address_of(group[0]))
             for number, group in enumerate(groups)
         ]
-        mode = selecting(self.stores[0].combine)
-        if mode is not None:
-            sums = selected(cells, self.space(), mode.name)
-            allocs = [Alloc(b, 0 if b.dtype == "int32" else mode.identity) for b in sums.buffers]
-            started = [each for group, cell in zip(groups, cells, strict=True) for each in self.started(group[0], cell)]
-            pairs = zip(groups, sums.totals, strict=True)
-            stores = [each for group, total in pairs for each in self.stored(group[0], total)]
-            return self.with_tiles((*allocs, *started, *self.summing(sums.body), *stores))
-        sums = summed(cells, self.space(), self.tiling.product, self.tiling.precision)
+        mode, space = selecting(self.stores[0].combine), self.space()
+        if mode is None:
+            sums = summed(cells, space, self.tiling.product, self.tiling.precision)
+        else:
+            sums = selected(cells, space, mode.name)
         pairs = zip(groups, sums.totals, strict=True)
         stores = [each for group, total in pairs for each in self.stored(group[0], total)]
-        if self.adds_lanes_last(len(cells)) and (own := lane_sums(sums, self.axes[K], self.tile_lanes(K))):
-            return self.with_tiles((*own.before, *self.summing(own.body), *own.after, *stores))
+        if mode is not None:
+            allocs = [Alloc(b, 0 if b.dtype == "int32" else mode.identity) for b in sums.buffers]
+            started = [each for group, cell in zip(groups, cells, strict=True) for each in self.started(group[0], cell)]
+            return self.with_tiles((*allocs, *started, *self.summing(sums.body), *stores))
+        if self.adds_lanes_last(len(cells)):
+            before, body, after = lane_sums(sums, self.axes[K], self.tile_lanes(K))
+            return self.with_tiles((*before, *self.summing(body), *after, *stores))
         allocs = [Alloc(buffer) for buffer in sums.buffers]
         return self.with_tiles((*allocs, *self.summing(sums.body), *stores))
 
@@ -285,12 +279,6 @@ class Tiler:
             if number in self.axes:
                 inner = (self.with_body(self.axes[number], inner),)
         return inner
-
-    def renamed_in(self, node: T) -> T:
-        """A node whose loops on shared lanes are the one loop that they became."""
-        found = node.replace(self.renamed) if self.renamed else node
-        assert isinstance(found, type(node))
-        return found
 
     def over_entries(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         lanes = self.tiling.k

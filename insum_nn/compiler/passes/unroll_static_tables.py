@@ -9,9 +9,10 @@ a table is then a number and a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.graph import around, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Cast,
@@ -23,7 +24,6 @@ from insum_nn.compiler.ir.nodes import (
     Loop,
     Node,
     Op,
-    Stmt,
     Store,
     add,
     conjunction,
@@ -57,7 +57,7 @@ def unroll_static_tables(
         if buffer.name in tables
         for axis, extent in enumerate(buffer.shape)
     }
-    stores = [store for store in map(replacing(shapes), stores) if isinstance(store, Store)]
+    stores = [*map(replacing(shapes), stores)]
     extents = {name: _extent(loops, name) for name in (loop.index.name for loop in loops)}
     varying = _varying(stores, frozenset([Index(name) for name in unrolled]))
     steady: dict[Node, Node] = {}
@@ -65,10 +65,7 @@ def unroll_static_tables(
         fold = _Fold(tables, extents, {Index(name): Const(point[name]) for name in unrolled}, varying, steady)
         for store in stores:
             folded += fold.store(store)
-    body: tuple[Stmt, ...] = tuple(folded)
-    for loop in reversed(loops):
-        if loop.index.name not in unrolled:
-            body = (Loop(loop.index, loop.begin, loop.end, loop.role, body),)
+    body = around([loop for loop in loops if loop.index.name not in unrolled], tuple(folded))
     inputs = tuple(buffer for buffer in kernel.inputs if buffer.name not in tables)
     return Kernel(inputs, kernel.results, body, kernel.exact)
 
@@ -152,33 +149,24 @@ class _Fold:
                 return add(*node.args)
             if node.name == "mul" and all(_integer(arg) for arg in node.args):
                 return multiply(*node.args)
-            if node.name == "at_least" and self.at_least_zero(node.args[0]) and node.args[1] is Const(0):
+            if node.name == "at_least" and self.least(node.args[0]) >= 0 and node.args[1] is Const(0):
                 return Const(True, "bool")
             return operation(node.name, *node.args)
         return node
 
-    def at_least_zero(self, expr: Expr) -> bool:
-        """Whether an affine sum of loops cannot be negative."""
+    def least(self, expr: Expr) -> float:
+        """The least value of an affine sum of loops; minus infinity: it is not known."""
         if isinstance(expr, Const):
-            return expr.value >= 0
-        if isinstance(expr, Op) and expr.name == "add":
-            lows = [self.least(arg) for arg in expr.args]
-            return all(low is not None for low in lows) and sum(low for low in lows if low is not None) >= 0
-        return isinstance(expr, Index)
-
-    def least(self, expr: Expr) -> int | None:
-        if isinstance(expr, Const):
-            return int(expr.value)
+            return expr.value
         if isinstance(expr, Index):
             return 0
         if isinstance(expr, Op) and expr.name == "add":
-            lows = [self.least(arg) for arg in expr.args]
-            return None if any(low is None for low in lows) else sum(low for low in lows if low is not None)
+            return sum(map(self.least, expr.args))
         if isinstance(expr, Op) and expr.name == "mul" and isinstance(expr.args[0], Const):
             index, step = expr.args[1], int(expr.args[0].value)
             extent = self.extents.get(index.name) if isinstance(index, Index) else None
-            return min(0, step * (extent - 1)) if extent is not None else None
-        return None
+            return -math.inf if extent is None else min(0, step * (extent - 1))
+        return -math.inf
 
     def entry(self, load: Load, table: StaticTable) -> Expr:
         """A table's entry: a number, or a number and steps along the loops that are left."""

@@ -304,8 +304,7 @@ def at_rows(stores: Iterable[Store], row_index: Load | None) -> tuple[Store, ...
     """Terms with the entry of the index tensor of rows as the row that a program has."""
     if row_index is None:
         return tuple(stores)
-    moved = map(replacing({row_index: ROW}), stores)
-    return tuple(store for store in moved if isinstance(store, Store))
+    return tuple(map(replacing({row_index: ROW}), stores))
 
 
 # The form of a statement.

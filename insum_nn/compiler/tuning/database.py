@@ -396,10 +396,9 @@ def turn(key: Key, seconds: float) -> Generator[bool]:
 def _take(file: IO[bytes] | None) -> bool:
     if file is None:
         return True
-    try:
-        import fcntl
-    except ImportError:
-        return True
+    # Where a file can be opened as these are, there is such a module.
+    import fcntl
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

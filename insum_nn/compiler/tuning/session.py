@@ -139,12 +139,8 @@ class Session:
             record.state = "failed"
             return select(task, None)
         times = {repr(each.candidate): each.microseconds for each in reversed(found.measured)}
-        record.state, record.after, record.reason, record.candidates = (
-            "measured",
-            found.candidate,
-            found.reason,
-            len(times),
-        )
+        record.state, record.candidates = "measured", len(times)
+        record.after, record.reason = found.candidate, found.reason
         record.before_us, record.after_us = times.get(repr(record.before)), times.get(repr(found.candidate))
         return found
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from insum_nn.compiler.ir.access import affine_terms, indices_in, is_index, is_sum
-from insum_nn.compiler.ir.graph import ENTRY, extent_of, factors_of, loops_of, stores_of
+from insum_nn.compiler.ir.graph import ENTRY, around, extent_of, factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.lowered import ROOM, Padded, Reach, highest
 from insum_nn.compiler.ir.nodes import (
     Buffer,
@@ -74,11 +74,8 @@ def pad_operands(kernel: Kernel, lanes: Loop | None) -> tuple[Kernel, tuple[Padd
             subscripts = swap(read.subscripts, swapped.get(read.buffer))
             changed[read] = Load(copies.get(read.buffer, read.buffer), subscripts, kept, read.fill)
         value, where = replacing(changed)(store.value), [c for c in conjuncts(store.where) if not _asks(c, own)]
-        assert isinstance(value, Expr)
         moved.append(Store(store.buffer, store.subscripts, value, store.combine, conjunction(where)))
-    body = tuple(moved)
-    for loop in reversed(loops.values()):
-        body = (Loop(loop.index, loop.begin, loop.end, loop.role, body),)
+    body = around(loops.values(), tuple(moved))
     inputs = (*kernel.inputs, *copies.values())
     made = tuple(
         Padded(copies[b], b, {a: tuple(each) for a, each in axes.items()}, swapped.get(b))

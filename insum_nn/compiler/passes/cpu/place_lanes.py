@@ -97,12 +97,7 @@ def _batches(loops: Sequence[Loop], stores: Sequence[Store], lanes: Loop | None)
     return tuple(found)
 
 
-def _lanes(
-    loops: Sequence[Loop],
-    stores: Sequence[Store],
-    bounds: set[Index],
-    width: int,
-) -> Loop | None:
+def _lanes(loops: Sequence[Loop], stores: Sequence[Store], bounds: set[Index], width: int) -> Loop | None:
     """The loop whose neighbours are read and written next to each other at the least cost."""
     values = [*dict.fromkeys(each for s in stores for f in factors_of(s.value) for each in [*operands(f)] or [f])]
     selects = any(store.combine != "add" for store in stores)

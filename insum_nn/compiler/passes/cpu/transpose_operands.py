@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from insum_nn.compiler.ir.access import indices_in
 from insum_nn.compiler.ir.graph import extent_of, loops_of, stores_of
 from insum_nn.compiler.ir.lowered import Transposed
-from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Loop, Node, replacing, walk
+from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Loop, Node, walk
 
 __all__ = ["swap", "transpose_operands"]
 
@@ -53,9 +53,7 @@ def transpose_operands(kernel: Kernel, kept: Collection[str]) -> tuple[Kernel, t
         changed[buffer] = new
     if not found:
         return kernel, ()
-    made = replacing(changed)(kernel)
-    assert isinstance(made, Kernel)
-    return made, tuple(found.values())
+    return kernel.replace(changed), tuple(found.values())
 
 
 def swap(parts: Sequence[Expr], axis: int | None) -> tuple[Expr, ...]:
