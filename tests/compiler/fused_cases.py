@@ -177,9 +177,9 @@ def kernel_along(ones: Sequence[Any], walk: tuple[str, str], *, deterministic: b
 
 def made_by(found: Any, ones: Sequence[One], pool: Sequence[Tensor], schedule: Schedule | None = None) -> list[Tensor]:
     """All outputs by a kernel, under a schedule."""
-    call = fused_module._Call.of(found, ones, pool)
+    extents = found.sizes_of(ones, pool)
     generated = found.generated if schedule is None else under_schedule(found.generated, schedule)
-    made = generated.prepare_all(tensors := [pool[at] for at in call.places], call.extents)(tensors)
+    made = generated.prepare_all(tensors := [pool[at] for at in found.places], extents)(tensors)
     return [made[at] for at in found.order]
 
 

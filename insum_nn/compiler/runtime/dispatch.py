@@ -76,9 +76,7 @@ class Spec:
     origin: Origin = "builder"
     programs: dict[Key, Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
     calls: dict[CallKind, Artifact] = field(default_factory=dict, init=False, repr=False, compare=False)
-    derived: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    together: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    kept: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    gradients: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
