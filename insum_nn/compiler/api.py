@@ -39,7 +39,6 @@ from insum_nn.compiler.runtime.modes import (
     is_traced,
     is_transformed,
     product_dtype,
-    recorded,
     records_graph,
     to_autocast,
     under_autocast,
@@ -54,6 +53,7 @@ from insum_nn.compiler.runtime.multilinear import (
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, Shape
 from insum_nn.compiler.runtime.several_statements import StatementsProgram, run_statements
+from insum_nn.compiler.runtime.statement_graph import StatementGraph, Step
 from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_gradients
 from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.steps.whole_step import call_step
@@ -70,7 +70,9 @@ __all__ = [
     "BoundSums",
     "Explanation",
     "Program",
+    "StatementGraph",
     "StatementsProgram",
+    "Step",
     "Sums",
     "built_program",
     "by_table",
@@ -99,7 +101,6 @@ __all__ = [
     "paths_are_products",
     "pays_between",
     "product_dtype",
-    "recorded",
     "records_graph",
     "run_statements",
     "stable_order",

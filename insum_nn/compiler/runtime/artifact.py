@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ from insum_nn.compiler.runtime.arguments import kinds_of
 from insum_nn.compiler.runtime.backends import choose_backend
 from insum_nn.compiler.runtime.composite.fused_kernels import FusedKernels, One
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence, c_program
-from insum_nn.compiler.runtime.execution import Executable, Executables, forgets_programs, generation
+from insum_nn.compiler.runtime.execution import Executable, forgets_programs, generation
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
@@ -62,7 +62,7 @@ from insum_nn.tensor_cache import insert, kept, kept_of
 if TYPE_CHECKING:
     from insum_nn.compiler.runtime.dispatch import Spec
 
-__all__ = ["Artifact", "Call", "Facts", "Programs", "programs_of"]
+__all__ = ["Artifact", "Call", "Facts", "programs_of"]
 
 Facts = Mapping[str, IndexFacts]
 Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
@@ -72,28 +72,14 @@ _LIMIT = 64
 _FAR, _MANY = 1 << 40, 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """What may run a bound statement, at any sizes."""
-
-    bound: Bound
-    executables: Executables
-    sequences: Sequences
-
-    def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable | StatementSequence:
-        """What runs it at these sizes: its program, or those of the statements that it is cut into."""
-        return self.sequences.of(tensors, extents) or self.executables.of(tensors, extents)
-
-
-def programs_of(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Facts) -> Programs:
+def programs_of(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Facts) -> Sequences:
     """Bind a statement to tensors; sizes change at each call of many, and what a program depends on does not."""
     key = (generation(), *kinds_of(named.values(), initial), *facts.values())
     found = spec.programs.get(key)
     if found is None:
         drops, epilogue = spec.drop_outside, spec.epilogue
         bound = bind(spec.statement, named, initial, facts=facts, drop_outside=drops, epilogue=epilogue)
-        sequences = Sequences(bound, spec.options, spec.static)
-        found = Programs(bound, Executables(bound, spec.options, spec.static), sequences)
+        found = Sequences(bound, spec.options, spec.static)
         insert(spec.programs, key, found, _LIMIT)
     return found
 
@@ -165,11 +151,6 @@ class Artifact:
     def reason(self) -> str:
         return self._fused.reason
 
-    @property
-    def printed(self) -> bool:
-        """Whether `run` is for any call."""
-        return self.run is not _nothing_printed
-
     def clear(self) -> None:
         """Forget what runs each kind of call."""
         self.bodies.clear()
@@ -239,11 +220,26 @@ class Artifact:
         initial = None if initial is None else initial.expand(extents.output)
         programs = programs_of(spec, dict(zip(spec.layout.tensors, pool, strict=True)), initial, self._facts(0, known))
         with messages_name(spec.statement):
-            found = programs.of(pool, extents)
+            found = programs.program(pool, extents)
             if self.generated and isinstance(found, Executable) and isinstance(found.run, Generated):
                 return found.run.at(pool, extents, initial)
-        sized = _Sized(spec, programs)
-        sized.prepared(pool, extents, initial, found)
+        first, runs = _key_of(pool, extents), dict[object, Run]()
+
+        def sized(
+            pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            """Run it by what is prepared for the sizes of a call: library calls, or several statements."""
+            sizes = Extents(extents[0], shapes[0])
+            initial = None if initial is None else initial.expand(sizes.output)
+            own = _key_of(pool, sizes)
+            prepared = runs.get(own)
+            if prepared is None:
+                with messages_name(spec.statement):
+                    chosen = found if own == first else programs.program(pool, sizes)
+                    prepared = chosen.prepare(pool, sizes, initial)
+                insert(runs, own, prepared, _LIMIT)
+            return (prepared(pool, initial),)
+
         program = found.program if isinstance(found, StatementSequence) else found.run
         # What is chosen may be another backend than before programs were forgotten.
         if self.generated or not isinstance(program, CProgram):
@@ -276,7 +272,7 @@ class Artifact:
             tensors, sizes = [pool[at] for at in places], Extents(extents[number], shapes[output])
             named = dict(zip(spec.layout.tensors, tensors, strict=True))
             programs = programs_of(spec, named, None, self._facts(number, known))
-            found.append(One.of(output, programs.bound, programs.of(tensors, sizes), places, pool, sizes))
+            found.append(One.of(output, programs.bound, programs.program(tensors, sizes), places, pool, sizes))
         return found
 
     def _jointly(
@@ -332,33 +328,6 @@ class Artifact:
             self.bodies[key] = program.body
             return program.body(pool, extents, shapes, initial)
 
-        return run
-
-
-class _Sized:
-    """One statement by what is prepared for the sizes of a call: library calls, or several statements."""
-
-    def __init__(self, spec: Spec, programs: Programs) -> None:
-        self.spec, self.programs = spec, programs
-        self.runs: dict[object, Run] = {}
-
-    def __call__(
-        self, pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        sizes = Extents(extents[0], shapes[0])
-        initial = None if initial is None else initial.expand(sizes.output)
-        run = self.runs.get(_key_of(pool, sizes))
-        if run is None:
-            run = self.prepared(pool, sizes, initial, self.programs.of(pool, sizes))
-        return (run(pool, initial),)
-
-    def prepared(
-        self, pool: Sequence[Tensor], sizes: Extents, initial: Tensor | None, found: Executable | StatementSequence
-    ) -> Run:
-        """Prepare what runs it at some sizes, and keep it."""
-        with messages_name(self.spec.statement):
-            run = found.prepare(pool, sizes, initial)
-        insert(self.runs, _key_of(pool, sizes), run, _LIMIT)
         return run
 
 

@@ -117,8 +117,7 @@ def gradients_of(spec: Spec, needs: tuple[bool, ...]) -> Gradients:
     """Return the graph of the gradients of some tensors of one statement; of an extremum from a divided gradient."""
     found: Gradients | None = spec.gradients.get(needs)
     if found is None:
-        layout = spec.layout
-        step = Step(spec, tuple(range(len(layout.tensors))), 0, 0, tuple(range(len(layout.indices))))
+        step = Step.of(spec, range(len(spec.layout.tensors)), 0, 0)
         found = spec.gradients[needs] = differentiate([step], (0,), needs)
         assert found is not None
     return found

@@ -77,10 +77,6 @@ class Executable:
     compile_seconds: float
     library: CallGraph | None = None
 
-    def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
-        """Run on tensors in the layout's order."""
-        return self.prepare(tensors, extents, initial)(tensors, initial)
-
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
         if isinstance(self.run, Generated):
@@ -168,15 +164,9 @@ def clear_cache() -> None:
     clear_orders()
 
 
-def executable(
-    bound: Bound,
-    tensors: Sequence[Tensor],
-    initial: Tensor | None,
-    extents: Extents,
-    options: Options,
-) -> Executable:
+def executable(bound: Bound, extents: Extents, options: Options) -> Executable:
     """Return the program that the rule names for a bound statement, compiled now or cached under its canonical form."""
-    return _executables(bound, options, bound.statement.text).of(tensors, extents)
+    return _executables(bound, options, bound.statement.text).of(extents)
 
 
 class Executables:
@@ -200,7 +190,7 @@ class Executables:
         self._keys: dict[object, CacheKey] = {}
         self._refused: dict[object, str] = {}
 
-    def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable:
+    def of(self, extents: Extents) -> Executable:
         """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
         backend, reason, options = self.backend, self.reason, self.options
         if backend == "c":

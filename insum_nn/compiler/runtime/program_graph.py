@@ -84,16 +84,10 @@ class ProgramGraph:
         self.results = tuple(map(self.written.index, results))
         self.indexed = tuple(dict.fromkeys(name for spec in specs for name in spec.statement.index_tensors()))
         place = {name: n for n, name in enumerate(inputs)} | {name: -1 - n for n, name in enumerate(self.written)}
-        self.steps = tuple(
-            Step(
-                spec,
-                tuple(place[name] for name in spec.layout.tensors),
-                -1 - place[spec.statement.output.name],
-                number,
-                tuple(range(len(spec.layout.indices))),
-            )
+        self.steps = [
+            Step.of(spec, [place[name] for name in spec.layout.tensors], -1 - place[spec.statement.output.name], number)
             for number, spec in enumerate(specs)
-        )
+        ]
         self.forward = StatementGraph(self.steps)
         # Statements that read no values, but count, have torch's default dtype.
         self.counts = any(not spec.layout.value_tensors for spec in specs)

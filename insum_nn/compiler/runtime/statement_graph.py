@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,18 +37,26 @@ class Step(NamedTuple):
     source: int
     indices: tuple[int, ...]
 
+    @staticmethod
+    def of(spec: Spec, places: Sequence[int], output: int, source: int) -> Step:
+        """A statement whose own extents the list has."""
+        return Step(spec, tuple(places), output, source, tuple(range(len(spec.layout.indices))))
+
 
 class StatementGraph:
     """Runs steps in order: on a CPU by one C function where there is one, else one after the other.
 
     Args:
         steps: the statements.
+        deterministic: a kernel of several statements is to give the same bits at every run.
+        fixed: places of static tables that are the same in every call.
     """
 
-    __slots__ = ("_artifacts", "_read", "_steps")
+    __slots__ = ("_artifacts", "_deterministic", "_fixed", "_read", "_steps")
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[Step], *, deterministic: bool = False, fixed: Collection[int] = ()) -> None:
         self._steps = tuple(steps)
+        self._deterministic, self._fixed = deterministic, fixed
         self._read = tuple(dict.fromkeys(at for step in steps for at in step.places if at >= 0))
         self._artifacts: dict[tuple[torch.dtype, ...], Artifact] = {}
 
@@ -74,7 +82,7 @@ class StatementGraph:
         if run is run_plain and self._read:
             given: list[Any] = list(map(pool.__getitem__, self._read))
             # Whether one kernel of several statements is faster depends on sizes: operators say where it is made.
-            if given[0].is_cpu and (artifact := self._artifact(given)) is not None and not artifact.generated:
+            if given[0].is_cpu and (artifact := self.artifact(given)) is not None and not artifact.generated:
                 found = artifact.run(given, sizes, shapes, None)
                 if found is not None:
                     return found
@@ -90,17 +98,19 @@ class StatementGraph:
             sharing.made = outer
         return tensors[: -1 - len(shapes) : -1]
 
-    def _artifact(self, given: Sequence[Tensor]) -> Artifact | None:
+    def artifact(self, given: Sequence[Tensor]) -> Artifact | None:
+        """Return what runs all at once on tensors of these dtypes, which are those that the steps read, in order."""
         kind = tuple(map(dtype_of, given))
         found = self._artifacts.get(kind)
         if found is None and len(self._steps) == 1:
             # What runs one statement alone is that of its own calls.
             found = self._steps[0].spec.calls.get((False, *kind))
-            if found is not None:
-                self._artifacts[kind] = found
         elif found is None:
             slot = {place: n for n, place in enumerate(self._read)}
             places = [tuple(slot.get(at, at) for at in step.places) for step in self._steps]
             specs, outputs = [step.spec for step in self._steps], [step.output for step in self._steps]
-            found = self._artifacts[kind] = Artifact(specs, places, outputs, given)
+            order, fixed = self._deterministic, [slot[at] for at in self._fixed]
+            found = Artifact(specs, places, outputs, given, deterministic=order, fixed=fixed)
+        if found is not None:
+            self._artifacts[kind] = found
         return found

@@ -33,7 +33,7 @@ from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
 from insum_nn.compiler.passes.split_static_tables import split_static_tables
 from insum_nn.compiler.runtime.backends import choose_backend
 from insum_nn.compiler.runtime.composite.read_cells import UnreadCells
-from insum_nn.compiler.runtime.execution import Executable, executable, generation
+from insum_nn.compiler.runtime.execution import Executable, Executables, executable, generation
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of, multiplies_blocks
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
@@ -92,7 +92,7 @@ class Part:
 
 
 class Sequences:
-    """Finds the statements that a bound statement is cut into, at any sizes.
+    """Finds what runs a bound statement at any sizes: its program, or those of the statements that it is cut into.
 
     Args:
         bound: the statement.
@@ -109,6 +109,14 @@ class Sequences:
     def cuttable(self) -> bool:
         """Whether it may be cut at some sizes; static tables decide that alone."""
         return not self.static and self.bound.dtype.is_floating_point and bool(cuts_of(self.bound))
+
+    @cached_property
+    def _whole(self) -> Executables:
+        return Executables(self.bound, self.options, self.static)
+
+    def program(self, tensors: Sequence[Tensor], extents: Extents) -> Executable | StatementSequence:
+        """Return what runs it at these sizes."""
+        return self.of(tensors, extents) or self._whole.of(extents)
 
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> StatementSequence | None:
         """Return the statements that it is cut into at these sizes; `None`: it stays whole."""
@@ -440,10 +448,6 @@ class StatementSequence:
         made = {} if self.cut is None else self.cut.tables
         return {name: table.tensor(self.bound.dtype) for name, table in made.items()}
 
-    def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
-        """Run on tensors in the layout's order."""
-        return self.prepare(tensors, extents, initial)(tensors, initial)
-
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Return what runs the statement on tensors of these shapes."""
         if self.program is None:
@@ -537,7 +541,7 @@ class StatementSequence:
             bound = replace(part.bound, has_initial=start is not None)
             # What one C function is compiled for runs as library calls until then.
             options = replace(self.options, backend="eager") if part.static else self.options
-            program = executable(bound, operands, start, part.extents, options)
+            program = executable(bound, part.extents, options)
             yield Stage(part, program, operands, program.prepare(operands, part.extents, start))
             if part.writes:
                 named[part.writes] = tensors[0].new_empty(part.sizes.output, dtype=self.bound.dtype)
