@@ -18,7 +18,7 @@ from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
-from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.runtime.artifact import Artifact, Step
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.composite.statement_choice import (
     LONG_SUM,
@@ -53,7 +53,7 @@ from insum_nn.compiler.runtime.multilinear import (
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, Shape
 from insum_nn.compiler.runtime.several_statements import StatementsProgram, run_statements
-from insum_nn.compiler.runtime.statement_graph import StatementGraph, Step
+from insum_nn.compiler.runtime.statement_graph import StatementGraph
 from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_gradients
 from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.steps.whole_step import call_step

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import counting, derivatives
+from insum_nn.compiler.runtime.artifact import Step
 from insum_nn.compiler.runtime.dispatch import Spec, parse_cached
-from insum_nn.compiler.runtime.statement_graph import RunStatement, StatementGraph, Step
+from insum_nn.compiler.runtime.statement_graph import RunStatement, StatementGraph
 from insum_nn.dtypes import is_widened
 
 __all__ = ["Gradients", "attaining", "differentiate", "gradients", "gradients_of"]

@@ -28,7 +28,7 @@ from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import check_static, kinds_of, stand_in
-from insum_nn.compiler.runtime.artifact import Artifact, Facts, programs_of
+from insum_nn.compiler.runtime.artifact import Artifact, Facts, Step, programs_of
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
@@ -282,7 +282,7 @@ def _looked_at(
         check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
         return _without_terms(spec, tensors, initial, extents)
     if printed is None and tensors:
-        printed = Artifact([spec], [tuple(range(len(tensors)))], [0], tensors)
+        printed = Artifact([Step.of(spec, range(len(tensors)), 0, 0)], tensors)
         spec.calls[(tensors[0].is_cuda, *map(dtype_of, tensors))] = printed
         made = printed.run(tensors, (extents.indices,), (extents.output,), initial)
         if made is not None:

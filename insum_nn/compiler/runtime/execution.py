@@ -43,7 +43,7 @@ __all__ = [
     "Executables",
     "cache_info",
     "clear_cache",
-    "executable",
+    "executables_of",
     "forgets_programs",
     "from_graph",
     "generation",
@@ -101,7 +101,7 @@ class Executable:
 
 
 @lru_cache(maxsize=1024)
-def _executables(bound: Bound, options: Options, text: str) -> Executables:
+def executables_of(bound: Bound, options: Options, text: str) -> Executables:
     """Those of a statement; of equal ones each has its own text, which errors show."""
     return Executables(bound, options)
 
@@ -162,11 +162,6 @@ def clear_cache() -> None:
         _hits = _misses = 0
     clear_partitions()
     clear_orders()
-
-
-def executable(bound: Bound, extents: Extents, options: Options) -> Executable:
-    """Return the program that the rule names for a bound statement, compiled now or cached under its canonical form."""
-    return _executables(bound, options, bound.statement.text).of(extents)
 
 
 class Executables:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -257,31 +257,25 @@ class _Suspended:
 
     def __enter__(self) -> None:
         torch.set_autocast_enabled(self.device, False)
-        _suspended.devices.append(self.device)
+        _suspended.set((*_suspended.get(), self.device))
 
     def __exit__(self, *_: object) -> None:
-        _suspended.devices.pop()
+        _suspended.set(_suspended.get()[:-1])
         torch.set_autocast_enabled(self.device, True)
 
 
 _SUSPENDED = {device: _Suspended(device) for device in _DEVICES}
 
 
-class _OfThread(threading.local):
-    """For which kinds of device this thread has autocast suspended."""
-
-    def __init__(self) -> None:
-        self.devices: list[str] = []
-
-
-_suspended = _OfThread()
+# For which kinds of device autocast is suspended.
+_suspended: ContextVar[tuple[str, ...]] = ContextVar("suspended", default=())
 
 
 @contextmanager
 def outer_autocast(device: str) -> Generator[None]:
     """Restore autocast as it is for the caller of a layer."""
     inside = torch.is_autocast_enabled(device)
-    torch.set_autocast_enabled(device, inside or device in _suspended.devices)
+    torch.set_autocast_enabled(device, inside or device in _suspended.get())
     try:
         yield
     finally:

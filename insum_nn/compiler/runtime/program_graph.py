@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.printed import Sizes
+from insum_nn.compiler.runtime.artifact import Step
 from insum_nn.compiler.runtime.autograd import apply
 from insum_nn.compiler.runtime.backward import Gradients, differentiate
 from insum_nn.compiler.runtime.dispatch import Spec, run_plain
 from insum_nn.compiler.runtime.modes import followed_by, is_plain, is_plain_eager
 from insum_nn.compiler.runtime.recorded import record
-from insum_nn.compiler.runtime.statement_graph import StatementGraph, Step
+from insum_nn.compiler.runtime.statement_graph import StatementGraph
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.tensor_cache import same_views

@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import Sizes
-from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.runtime.artifact import Artifact, Step
 from insum_nn.compiler.runtime.composite.statement_sequence import sharing
 from insum_nn.compiler.runtime.dispatch import Spec, dtype_of, run_plain
 
-__all__ = ["RunStatement", "StatementGraph", "Step"]
+__all__ = ["RunStatement", "StatementGraph"]
 
 # Runs one statement: its tensors, what it adds to, its sizes.
 RunStatement = Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor]
-
-
-class Step(NamedTuple):
-    """One of the statements.
-
-    Attributes:
-        spec: the statement.
-        places: of its tensors among those of a call; -1 - n: what is written as output n.
-        output: the number of the output that it adds to.
-        source: which of the lists of extents of a call has its own.
-        indices: the positions of its extents there.
-    """
-
-    spec: Spec
-    places: tuple[int, ...]
-    output: int
-    source: int
-    indices: tuple[int, ...]
-
-    @staticmethod
-    def of(spec: Spec, places: Sequence[int], output: int, source: int) -> Step:
-        """A statement whose own extents the list has."""
-        return Step(spec, tuple(places), output, source, tuple(range(len(spec.layout.indices))))
 
 
 class StatementGraph:
@@ -88,14 +65,14 @@ class StatementGraph:
                     return found
         # Output n is at -1 - n.
         tensors: list[Any] = [*pool, *[None] * len(shapes)]
-        outer, sharing.made = sharing.made, {} if run is run_plain and len(sizes) > 1 else None
+        outer = sharing.set({} if run is run_plain and len(sizes) > 1 else None)
         try:
             for step, own in zip(self._steps, sizes, strict=True):
                 given = list(map(tensors.__getitem__, step.places))
                 at = -1 - step.output
                 tensors[at] = run(step.spec, given, tensors[at], Extents(own, shapes[step.output]))
         finally:
-            sharing.made = outer
+            sharing.reset(outer)
         return tensors[: -1 - len(shapes) : -1]
 
     def artifact(self, given: Sequence[Tensor]) -> Artifact | None:
@@ -107,10 +84,9 @@ class StatementGraph:
             found = self._steps[0].spec.calls.get((False, *kind))
         elif found is None:
             slot = {place: n for n, place in enumerate(self._read)}
-            places = [tuple(slot.get(at, at) for at in step.places) for step in self._steps]
-            specs, outputs = [step.spec for step in self._steps], [step.output for step in self._steps]
+            steps = [step._replace(places=tuple(slot.get(at, at) for at in step.places)) for step in self._steps]
             order, fixed = self._deterministic, [slot[at] for at in self._fixed]
-            found = Artifact(specs, places, outputs, given, deterministic=order, fixed=fixed)
+            found = Artifact(steps, given, deterministic=order, fixed=fixed)
         if found is not None:
             self._artifacts[kind] = found
         return found

@@ -90,11 +90,6 @@ class One:
             raise FormError(f"{bound.statement} writes at affine subscripts")
         return One(number, bound, chosen, form, places, tuple([pool[at] for at in places]), extents)
 
-    @property
-    def kind(self) -> Hashable:
-        """Equal for all calls of one kernel."""
-        return self.bound, self.chosen.bound, torch._C._get_float32_matmul_precision()
-
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
@@ -196,7 +191,9 @@ class FusedKernels:
             return None
 
     def _choose(self, ones: Sequence[One], pool: Sequence[Tensor]) -> _Fused | None:
-        key = tuple([(one.kind, one.extents.output[1:]) for one in ones])
+        # Equal for all calls of one kernel.
+        kinds = [(one.bound, one.chosen.bound, one.extents.output[1:]) for one in ones]
+        key = (*kinds, torch._C._get_float32_matmul_precision())
         bucket = (key, *[size_bucket(one.extents) for one in ones])
         chosen = self._chosen.get(bucket)
         if chosen is None:

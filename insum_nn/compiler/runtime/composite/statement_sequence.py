@@ -10,8 +10,8 @@ within a factor of 1.4, on every device and for derivative statements too; nothi
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
 from insum_nn.compiler.passes.split_static_tables import split_static_tables
 from insum_nn.compiler.runtime.backends import choose_backend
 from insum_nn.compiler.runtime.composite.read_cells import UnreadCells
-from insum_nn.compiler.runtime.execution import Executable, Executables, executable, generation
+from insum_nn.compiler.runtime.execution import Executable, Executables, executables_of, generation
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of, multiplies_blocks
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
@@ -398,19 +398,15 @@ def c_program(_generation: int, parts: tuple[CPart, ...], indices: tuple[int, ..
     return program
 
 
-class _Sharing(threading.local):
-    """What the statements of a graph made first, for those that begin with the same; `None`: nothing is shared."""
-
-    made: dict[Hashable, tuple[Tensor, Sequence[Tensor]]] | None = None
+# What the statements of a graph made first, for those that begin with the same; `None`: nothing is shared.
+sharing: ContextVar[dict[Hashable, tuple[Tensor, Sequence[Tensor]]] | None] = ContextVar("sharing", default=None)
 
 
-sharing = _Sharing()
-
-
+@dataclass(frozen=True, eq=False)
 class StatementSequence:
     """A statement that runs as several, one after the other.
 
-    Args:
+    Attributes:
         bound: the whole.
         parts: its statements.
         options: compile options.
@@ -420,27 +416,25 @@ class StatementSequence:
         static: these tables.
     """
 
-    def __init__(
-        self,
-        bound: Bound,
-        parts: tuple[Part, ...],
-        options: Options,
-        whole: Cost,
-        cost: Cost,
-        cut: Cut | None = None,
-        static: Tables = (),
-    ) -> None:
-        self.bound = bound
-        self.parts = parts
-        self.options = options
-        self.whole = whole
-        self.cost = cost
-        self.cut, self.static = cut, static
-        self.reason = f"the statement runs as {len(parts)}"
-        parts_in_c = self.in_c(0, range(len(bound.layout.tensors)), 0, 1)
-        # One C function of all parts; library calls serve until it is compiled.
-        counts = (len(bound.layout.indices),), len(bound.layout.tensors)
-        self.program = None if parts_in_c is None else c_program(generation(), parts_in_c, *counts)
+    bound: Bound
+    parts: tuple[Part, ...]
+    options: Options
+    whole: Cost
+    cost: Cost
+    cut: Cut | None = None
+    static: Tables = ()
+
+    @property
+    def reason(self) -> str:
+        return f"the statement runs as {len(self.parts)}"
+
+    @cached_property
+    def program(self) -> CProgram | None:
+        """One C function of all parts, if there is one; library calls serve until it is compiled."""
+        layout = self.bound.layout
+        parts = self.in_c(0, range(len(layout.tensors)), 0, 1)
+        counts = (len(layout.indices),), len(layout.tensors)
+        return None if parts is None else c_program(generation(), parts, *counts)
 
     @cached_property
     def tables(self) -> dict[str, Tensor]:
@@ -473,7 +467,7 @@ class StatementSequence:
             return stage.run
 
         def run(operands: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            made = sharing.made
+            made = sharing.get()
             # What a rehearsal makes is zero.
             if made is None or collecting() is not None:
                 return stage.run(operands, initial)
@@ -541,7 +535,7 @@ class StatementSequence:
             bound = replace(part.bound, has_initial=start is not None)
             # What one C function is compiled for runs as library calls until then.
             options = replace(self.options, backend="eager") if part.static else self.options
-            program = executable(bound, part.extents, options)
+            program = executables_of(bound, options, bound.statement.text).of(part.extents)
             yield Stage(part, program, operands, program.prepare(operands, part.extents, start))
             if part.writes:
                 named[part.writes] = tensors[0].new_empty(part.sizes.output, dtype=self.bound.dtype)
