@@ -135,20 +135,15 @@ class _Call:
         assert grad is not None
         spec = self.spec
         if spec.finishes:
-            grad = _before_epilogue(spec, grad, result).to(ctx.dtype)
+            name = spec.epilogue.activation
+            backward = None if name is None else ACTIVATIONS[name]
+            grad = (grad if backward is None else backward(grad, result)).to(ctx.dtype)
         needs = ctx.needs_input_grad[2:]
         run: RunStatement = apply
         if not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled():
             run, needs = run_plain, needed_gradients(ctx, 2, len(needs), spec.number, before=ctx.has_initial)
         found, of_initial = gradients(spec, self.extents, tensors, ctx.shapes, initial, result, needs, grad, run)
         return (of_initial if ctx.needs_input_grad[1] else None, *found)
-
-
-def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
-    """Return the gradient of the sum, from that of the output and the output itself."""
-    name = spec.epilogue.activation
-    backward = None if name is None else ACTIVATIONS[name]
-    return grad if backward is None else backward(grad, result)
 
 
 class _Transformed(torch.autograd.Function):
@@ -313,8 +308,7 @@ def _finished(
         if not _learned((*tensors, initial)):
             return run_spec(spec, tensors, initial, extents)
         name = spec.epilogue.activation
-        kept = not spec.adds
-        if not kept and (name is None or ACTIVATIONS[name] is not None):
+        if spec.adds and (name is None or ACTIVATIONS[name] is not None):
             return Recorded.apply(_Call(spec, extents), initial, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, initial, extents), value_dtype(spec, tensors, initial))
 

@@ -51,17 +51,12 @@ def _derived(spec: Spec, position: int) -> tuple[Step, ...]:
     layout = spec.layout
     derivative = derivatives(spec.statement, layout.tensors[position])
     pool = {name: place for place, name in enumerate((*layout.tensors, derivative.seed, *derivative.extremum))}
-    programs = [spec.with_statement(statement, drop_outside=True) for statement in derivative.statements]
-    return tuple(
-        Step(
-            each,
-            tuple(map(pool.__getitem__, each.layout.tensors)),
-            0,
-            0,
-            tuple(map(layout.indices.index, each.layout.indices)),
-        )
-        for each in programs
-    )
+    found: list[Step] = []
+    for statement in derivative.statements:
+        own = spec.with_statement(statement, drop_outside=True)
+        places, indices = map(pool.__getitem__, own.layout.tensors), map(layout.indices.index, own.layout.indices)
+        found.append(Step(own, tuple(places), 0, 0, tuple(indices)))
+    return tuple(found)
 
 
 def differentiate(steps: Sequence[Step], results: Sequence[int], needs: Sequence[bool]) -> Gradients | None:

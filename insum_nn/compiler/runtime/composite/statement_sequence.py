@@ -141,7 +141,7 @@ class Sequences:
             return None
         named = dict(zip(self.bound.layout.tensors, tensors, strict=True))
         search = self._search(_shapes(self.bound, tensors), extents, named)
-        if tree is None or not search.holds(tree):
+        if tree is None or not _holds(tree, self.bound, search.sizes):
             tree = search.decide()
             if tree is None:
                 return None
@@ -304,12 +304,6 @@ class _Search:
             tree, _ = self.best(self.bound, self.sizes, self.taken, _DEPTH)
         return tree
 
-    def holds(self, tree: Tree) -> bool:
-        """Whether what was decided at other sizes is right at these."""
-        return tree.cut is None or all(
-            _fits(cut, bound, sizes) for cut, bound, sizes in _cuts(tree, self.bound, self.sizes)
-        )
-
     def best(self, bound: Bound, sizes: Sizes, taken: frozenset[str], depth: int) -> tuple[Tree, Cost]:
         """The cheapest way to compute a statement."""
         whole = self.price(bound, sizes)
@@ -374,14 +368,15 @@ class _Search:
         return tuple((frozenset(labels_of(a)), shares[a.name]) for a in accesses if a.name in shares)
 
 
-def _cuts(tree: Tree, bound: Bound, sizes: Sizes) -> Iterator[tuple[Cut, Bound, Sizes]]:
-    """Every cut of a decision with what is cut; a cut that does not fit comes before those of its parts."""
+def _holds(tree: Tree, bound: Bound, sizes: Sizes) -> bool:
+    """Whether what was decided at other sizes is right at these."""
     if tree.cut is None:
-        return
-    yield tree.cut, bound, sizes
-    for part, inner in zip(_both(tree.cut, bound, sizes), (tree.first, tree.second), strict=True):
-        assert inner is not None
-        yield from _cuts(inner, part.bound, part.sizes)
+        return True
+    # A cut that does not fit has no parts.
+    return _fits(tree.cut, bound, sizes) and all(
+        inner is not None and _holds(inner, part.bound, part.sizes)
+        for part, inner in zip(_both(tree.cut, bound, sizes), (tree.first, tree.second), strict=True)
+    )
 
 
 # Running.

@@ -82,8 +82,10 @@ def inline(
     parts = Sequences(bound, spec.options, spec.static).symbolic(named, extents, shapes, hints)
     if parts is None:
         return _run(bound, tensors, initial, extents, spec.options, spec.static, row_begins)
-    tables = dict(chain.from_iterable(part.static for part in parts))
-    pool = {name: graph_constant(table.tensor(bound.dtype)) for name, table in tables.items()} | named
+    pool = dict(named)
+    for name, table in chain.from_iterable(part.static for part in parts):
+        if name not in pool:
+            pool[name] = graph_constant(table.tensor(bound.dtype))
 
     def run(part: Part, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
         own = replace(part.bound, has_initial=initial is not None)
