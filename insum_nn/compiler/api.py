@@ -18,7 +18,7 @@ from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
-from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.runtime.artifact import Artifact, Step
 from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.composite.statement_choice import (
     LONG_SUM,
@@ -38,7 +38,6 @@ from insum_nn.compiler.runtime.modes import (
     is_traced,
     is_transformed,
     product_dtype,
-    recorded,
     records_graph,
     to_autocast,
     under_autocast,
@@ -52,6 +51,7 @@ from insum_nn.compiler.runtime.multilinear import (
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, Shape
 from insum_nn.compiler.runtime.several_statements import StatementsProgram, run_statements
+from insum_nn.compiler.runtime.statement_graph import StatementGraph
 from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_gradients
 from insum_nn.compiler.runtime.steps.watch import statement_calls
 from insum_nn.compiler.runtime.steps.whole_step import call_step
@@ -67,7 +67,9 @@ __all__ = [
     "Artifact",
     "Explanation",
     "Program",
+    "StatementGraph",
     "StatementsProgram",
+    "Step",
     "Sums",
     "built_program",
     "by_table",
@@ -96,7 +98,6 @@ __all__ = [
     "paths_are_products",
     "pays_between",
     "product_dtype",
-    "recorded",
     "records_graph",
     "run_statements",
     "stable_order",

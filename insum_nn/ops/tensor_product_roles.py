@@ -10,6 +10,8 @@ from torch import Tensor
 
 from insum_nn.compiler.api import (
     Artifact,
+    StatementGraph,
+    Step,
     fits_between,
     fits_both_ends,
     graph_constant,
@@ -193,22 +195,24 @@ class Together:
 
     def __init__(self, steps: Sequence[tuple[str, _Step]], *, deterministic: bool) -> None:
         self.roles = tuple(dict.fromkeys(role for role, _ in steps))
-        self._steps, self._deterministic = steps, deterministic
+        self._steps = steps
         # Steps that write the same tensor add up.
         numbers: dict[Hashable, int] = {}
-        self._outputs = [numbers.setdefault((role, step.source.written), len(numbers)) for role, step in steps]
         slots: dict[Hashable, int] = {}
-        self._places: list[tuple[int, ...]] = []
         self._tables: list[Any] = []
         self._reads: dict[int, Reader] = {}
-        for _, step in steps:
+        self._statements: list[Step] = []
+        for number, (role, step) in enumerate(steps):
             for name, meaning, read in step.reads:
                 if slots.setdefault(meaning, len(slots)) == len(self._tables):
                     self._tables.append(step.tables.get(name))
                     if read is not None:
                         self._reads[slots[meaning]] = read
-            self._places.append(tuple([slots[meaning] for _, meaning, _ in step.reads]))
-        self._artifacts: dict[Hashable, Artifact] = {}
+            output = numbers.setdefault((role, step.source.written), len(numbers))
+            places = [slots[meaning] for _, meaning, _ in step.reads]
+            self._statements.append(Step.of(step.source.program.spec, places, output, number))
+        fixed = {*slots.values()} - {*self._reads}
+        self._graph = StatementGraph(self._statements, deterministic=deterministic, fixed=fixed)
         self._kinds: dict[Hashable, _Kind] = {}
         self.reason = ""
 
@@ -232,22 +236,14 @@ class Together:
         """Find the sizes of a kind of call."""
         extents: list[Sizes] = []
         outputs: dict[int, Sizes] = {}
-        for (role, step), places, output in zip(self._steps, self._places, self._outputs, strict=True):
-            program = step.source.program
+        for (role, step), (spec, places, output, _, _) in zip(self._steps, self._statements, strict=True):
             tensors = list(map(pool.__getitem__, places))
-            found = program.spec.agree(tensors, program.sizes, step.source.out_shape(rows[role]))
+            found = spec.agree(tensors, step.source.program.sizes, step.source.out_shape(rows[role]))
             if found is None or outputs.setdefault(output, found.output) != found.output:
                 # What adds up are two views of one tensor.
                 return None, (), ()
             extents.append(found.indices)
-        kinds = tuple([tensor.dtype for tensor in pool])
-        artifact = self._artifacts.get(kinds)
-        if artifact is None:
-            specs = [step.source.program.spec for _, step in self._steps]
-            fixed, order = {*range(len(pool))} - {*self._reads}, self._deterministic
-            artifact = Artifact(specs, self._places, self._outputs, pool, deterministic=order, fixed=fixed)
-            self._artifacts[kinds] = artifact
-        return artifact, extents, list(outputs.values())
+        return self._graph.artifact(pool), extents, list(outputs.values())
 
 
 def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True) -> Role:

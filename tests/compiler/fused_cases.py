@@ -13,7 +13,7 @@ import insum_nn
 from benchmarks.schedules import under_schedule
 from insum_nn import Options, Program
 from insum_nn.compiler.ir.schedule import Schedule
-from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.runtime.artifact import Artifact, Step
 from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
 from insum_nn.compiler.runtime.composite.fused_kernels import One
 from insum_nn.compiler.runtime.dispatch import prepare
@@ -177,9 +177,9 @@ def kernel_along(ones: Sequence[Any], walk: tuple[str, str], *, deterministic: b
 
 def made_by(found: Any, ones: Sequence[One], pool: Sequence[Tensor], schedule: Schedule | None = None) -> list[Tensor]:
     """All outputs by a kernel, under a schedule."""
-    call = fused_module._Call.of(found, ones, pool)
+    extents = found.sizes_of(ones, pool)
     generated = found.generated if schedule is None else under_schedule(found.generated, schedule)
-    made = generated.prepare_all(tensors := [pool[at] for at in call.places], call.extents)(tensors)
+    made = generated.prepare_all(tensors := [pool[at] for at in found.places], extents)(tensors)
     return [made[at] for at in found.order]
 
 
@@ -216,9 +216,10 @@ class Together:
         kind = (*places, *(t.dtype for t in pool))
         artifact = self.artifacts.get(kind)
         if artifact is None:
-            specs = [program.spec for program in self.programs]
+            given = zip(self.programs, places, self.outputs, strict=True)
+            steps = [Step.of(program.spec, own, output, n) for n, (program, own, output) in enumerate(given)]
             fixed = [slot for (_, at), slot in slots.items() if at in range(len(named))]
-            artifact = Artifact(specs, places, self.outputs, pool, deterministic=self.deterministic, fixed=fixed)
+            artifact = Artifact(steps, pool, deterministic=self.deterministic, fixed=fixed)
             self.artifacts[kind] = artifact
         written = artifact.run(pool, extents, [*made.values()], None)
         self.reason = artifact.reason

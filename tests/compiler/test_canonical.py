@@ -23,6 +23,7 @@ from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.schedule.form import Form
 from insum_nn.compiler.tuning import database
 from insum_nn.compiler.tuning.select import Measurement
 from insum_nn.facts import StaticTable
@@ -225,8 +226,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> list[str]:
     """What is measured, by a clock that prefers one schedule."""
     made: list[str] = []
 
-    def measure(tuning: Any, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
-        made.append(str(tuning.form.bound.statement))
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+        made.append(str(form.bound.statement))
         return (Measurement(Schedule(n=8, k=2, warps=2), 10.0),)
 
     monkeypatch.setattr(tune, "_measure", measure)

@@ -18,6 +18,7 @@ from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.schedule import tune
+from insum_nn.compiler.schedule.form import Form
 from insum_nn.compiler.tuning import database
 from insum_nn.compiler.tuning.build_once import BuildOnce
 from insum_nn.compiler.tuning.select import Measurement
@@ -194,9 +195,9 @@ def test_a_program_built_during_a_clearing_is_not_kept(monkeypatch: pytest.Monke
 def test_two_programs_are_tuned_at_once(monkeypatch: pytest.MonkeyPatch):
     inside, made = threading.Barrier(2, timeout=TIMEOUT), list[str]()
 
-    def measure(tuning: Any, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
         inside.wait()
-        made.append(str(tuning.form.bound.statement))
+        made.append(str(form.bound.statement))
         return (Measurement(Schedule(n=4, warps=2), 10.0),)
 
     # Triton's interpreter runs one kernel at a time, so none is run.
@@ -216,7 +217,7 @@ def test_two_programs_are_tuned_at_once(monkeypatch: pytest.MonkeyPatch):
 def test_one_program_is_tuned_once(monkeypatch: pytest.MonkeyPatch):
     made: list[str] = []
 
-    def measure(tuning: Any, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
         made.append("once")
         threading.Event().wait(0.05)
         return (Measurement(Schedule(n=4, warps=2), 10.0),)

@@ -28,7 +28,6 @@ from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.lane_sums import lane_sums
 from insum_nn.compiler.passes.sum_terms import Sums
 from insum_nn.compiler.passes.unify_variants import switch, unify_variants
-from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
 from insum_nn.compiler.runtime.dispatch import parse_cached
 from insum_nn.compiler.schedule.form import Form, FormError, make_form
 from insum_nn.facts import IndexFacts
@@ -199,8 +198,7 @@ def joint_form(
     monkeypatch.setattr(fused_cases.programs, "__defaults__", (tables, fused_cases.GENERATED))
     ones, pool = fused_cases.ones_of(roles, tensors)
     found = fused_cases.kernel_along(ones, (walk, "e"))
-    call = fused_module._Call.of(found, ones, pool)
-    ordered, extents = [pool[at] for at in call.places], call.extents
+    ordered, extents = [pool[at] for at in found.places], found.sizes_of(ones, pool)
     programs = zip(fused_cases.programs(roles), roles, fused_cases.named(roles, tensors), strict=True)
     exact = [p.reference(tensors=t, out_shape=fused_cases.shape_of(role, 5)).double() for p, role, t in programs]
     return found.generated.form, ordered, extents, [exact[found.order.index(n)] for n in sorted(found.order)]

@@ -26,10 +26,10 @@ def test_of_a_statement(initial: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(needed_gradients, "_by_name", {})
     found: list[int] = []
 
-    def gradients(*given: Any) -> list[Tensor | None]:
-        made = backward.gradients(*given)
+    def gradients(*given: Any) -> tuple[list[Tensor | None], Tensor]:
+        made, of_initial = backward.gradients(*given)
         found.extend(place for place, each in enumerate(made) if each is not None)
-        return made
+        return made, of_initial
 
     monkeypatch.setattr(autograd, "gradients", gradients)
     row, col = torch.tensor([0, 0, 1]), torch.tensor([1, 0, 2])

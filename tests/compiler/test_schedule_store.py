@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from insum_nn.compiler.schedule import tune
 from insum_nn.compiler.schedule.candidates import candidates
 from insum_nn.compiler.schedule.defaults import default_schedule
 from insum_nn.compiler.schedule.device import H200
-from insum_nn.compiler.schedule.form import make_form
+from insum_nn.compiler.schedule.form import Form, make_form
 from insum_nn.compiler.schedule.tune import choose_schedule
 from insum_nn.compiler.tuning import database, progress
 from insum_nn.compiler.tuning.cache_folder import cache_folder
@@ -68,8 +69,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A measurement that says it was made."""
     made: list[str] = []
 
-    def measure(tuning: tune._Tuning, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
-        made.append(str(tuning.form.bound.statement))
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+        made.append(str(form.bound.statement))
         return Measurement(FASTEST, 10.0), Measurement(SECOND, 20.0), Measurement(Schedule(), float("inf"))
 
     monkeypatch.setattr(tune, "_measure", measure)
@@ -115,12 +116,12 @@ def test_where_a_choice_does_not_matter_nothing_is_looked_up(monkeypatch: pytest
 
 
 def test_nothing_ran(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tune, "_measure", lambda tuning, schedules: (Measurement(FASTEST, float("inf")),))
+    monkeypatch.setattr(tune, "_measure", lambda *_: (Measurement(FASTEST, float("inf")),))
     assert choose().reason == "the default: no candidate ran"
     assert not list((cache_folder() / "schedules").glob("*"))
 
 
-def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
+def test_times_of_candidates():
     """Tuning itself, with a clock that prefers the second candidate."""
     bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
     form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False)
@@ -138,9 +139,7 @@ def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
         def time(self, repeat: int) -> float:
             return abs(self.place - 1) + 1.0
 
-    monkeypatch.setattr(tune, "_Trial", Trial)
-    tuning = tune._Tuning(form, list(TENSORS.values()), EXTENTS, None, "ieee")
-    found = tune._measure(tuning, list(candidates(form)))
+    found = tune._measure(form, partial(Trial, form), list(candidates(form)))  # type: ignore[arg-type]
     assert [m.candidate for m in found[:1]] == [tried[1]]
     assert found[0].microseconds == 1.0
     # The first has no machine code.
@@ -174,13 +173,12 @@ def test_tuning_takes_what_was_compiled_in_parallel_with_a_slow_first_kernel(mon
             timed.append(self.place)
             return 1.0 + self.place
 
-    monkeypatch.setattr(tune, "_Trial", Trial)
     monkeypatch.setattr(tune, "_BUDGET", 0.0)
     monkeypatch.setattr(tune, "_LONGEST", 0.0)
     monkeypatch.setattr(tune.settle, "__defaults__", (1.0,))
     monkeypatch.setattr(tune.os, "cpu_count", lambda: 3)
     schedules = [Schedule(m=16), Schedule(m=32), Schedule(m=64), Schedule(m=128)]
-    found = tune._measure(tune._Tuning(form, list(TENSORS.values()), EXTENTS, None, "ieee"), schedules)
+    found = tune._measure(form, partial(Trial, form), schedules)  # type: ignore[arg-type]
     # The fourth was not begun when the time was over, or is done as well.
     assert set(timed) - {3} == {0, 2}
     assert [m.candidate for m in found[:2]] == [schedules[0], schedules[2]]

@@ -136,7 +136,7 @@ def tunings(monkeypatch: pytest.MonkeyPatch) -> list[list[Schedule]]:
     """What is measured, by a clock for which the first is the fastest."""
     made: list[list[Schedule]] = []
 
-    def measure(tuning: tune._Tuning, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
         made.append(list(schedules))
         return tuple(Measurement(schedule, float(us)) for us, schedule in enumerate(schedules, start=1))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -143,18 +144,20 @@ def test_gradients_that_add_up(monkeypatch: pytest.MonkeyPatch):
 def statements_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The statements of sequences, as they run."""
     ran: list[str] = []
-    of = statement_sequence.Stage.of
+    stages = statement_sequence.StatementSequence.stages
 
-    def counted(part: statement_sequence.Part, *about: object) -> statement_sequence.Stage:
-        stage = of(part, *about)  # type: ignore[arg-type]
+    def counted(self: StatementSequence, *call: Any) -> Iterator[statement_sequence.Stage]:
+        for stage in stages(self, *call):
 
-        def ready(pool: list[Tensor], initial: Tensor | None) -> Tensor:
-            ran.append(str(part.bound.statement))
-            return stage.ready(pool, initial)
+            def run(
+                operands: Sequence[Tensor], initial: Tensor | None, stage: statement_sequence.Stage = stage
+            ) -> Tensor:
+                ran.append(str(stage.part.bound.statement))
+                return stage.run(operands, initial)
 
-        return replace(stage, ready=ready)
+            yield stage._replace(run=run)
 
-    monkeypatch.setattr(statement_sequence.Stage, "of", staticmethod(counted))
+    monkeypatch.setattr(StatementSequence, "stages", counted)
     insum_nn.clear_cache()
     return ran
 

@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ from insum_nn.compiler.runtime.arguments import kinds_of
 from insum_nn.compiler.runtime.backends import choose_backend
 from insum_nn.compiler.runtime.composite.fused_kernels import FusedKernels, One
 from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence, c_program
-from insum_nn.compiler.runtime.execution import Executable, Executables, forgets_programs, generation
+from insum_nn.compiler.runtime.execution import Executable, forgets_programs, generation
 from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
@@ -62,7 +62,7 @@ from insum_nn.tensor_cache import insert, kept, kept_of
 if TYPE_CHECKING:
     from insum_nn.compiler.runtime.dispatch import Spec
 
-__all__ = ["Artifact", "Call", "Facts", "Programs", "programs_of"]
+__all__ = ["Artifact", "Call", "Facts", "Step", "programs_of"]
 
 Facts = Mapping[str, IndexFacts]
 Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
@@ -72,39 +72,46 @@ _LIMIT = 64
 _FAR, _MANY = 1 << 40, 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """What may run a bound statement, at any sizes."""
-
-    bound: Bound
-    executables: Executables
-    sequences: Sequences
-
-    def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable | StatementSequence:
-        """What runs it at these sizes: its program, or those of the statements that it is cut into."""
-        return self.sequences.of(tensors, extents) or self.executables.of(tensors, extents)
-
-
-def programs_of(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Facts) -> Programs:
+def programs_of(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Facts) -> Sequences:
     """Bind a statement to tensors; sizes change at each call of many, and what a program depends on does not."""
     key = (generation(), *kinds_of(named.values(), initial), *facts.values())
     found = spec.programs.get(key)
     if found is None:
         drops, epilogue = spec.drop_outside, spec.epilogue
         bound = bind(spec.statement, named, initial, facts=facts, drop_outside=drops, epilogue=epilogue)
-        sequences = Sequences(bound, spec.options, spec.static)
-        found = Programs(bound, Executables(bound, spec.options, spec.static), sequences)
+        found = Sequences(bound, spec.options, spec.static)
         insert(spec.programs, key, found, _LIMIT)
     return found
+
+
+class Step(NamedTuple):
+    """One of the statements.
+
+    Attributes:
+        spec: the statement.
+        places: of its tensors among those of a call; -1 - n: what is written as output n.
+        output: the number of the output that it adds to.
+        source: which of the lists of extents of a call has its own.
+        indices: the positions of its extents there.
+    """
+
+    spec: Spec
+    places: tuple[int, ...]
+    output: int
+    source: int
+    indices: tuple[int, ...]
+
+    @staticmethod
+    def of(spec: Spec, places: Sequence[int], output: int, source: int) -> Step:
+        """A statement whose own extents the list has."""
+        return Step(spec, tuple(places), output, source, tuple(range(len(spec.layout.indices))))
 
 
 class Artifact:
     """What runs statements on tensors of some dtypes, at any sizes; it records no gradients.
 
     Args:
-        specs: the statements; several are computed by one C function, or by one kernel, or not here.
-        places: for each the positions of its tensors among those of a call; -1 - n: what is written as output n.
-        outputs: for each the number of the output that it adds to.
+        steps: the statements; several are computed by one C function, or by one kernel, or not here.
         pool: tensors of a first call.
         deterministic: a kernel of several statements is to give the same bits at every run.
         fixed: places of static tables that are the same in every call.
@@ -120,40 +127,38 @@ class Artifact:
 
     def __init__(
         self,
-        specs: Sequence[Spec],
-        places: Sequence[tuple[int, ...]],
-        outputs: Sequence[int],
+        steps: Sequence[Step],
         pool: Sequence[Tensor],
         *,
         deterministic: bool = False,
         fixed: Collection[int] = (),
     ) -> None:
-        self.fixed = frozenset(fixed)
-        self.specs, self.places, self.outputs = tuple(specs), tuple(places), tuple(outputs)
+        self.fixed, self.steps = frozenset(fixed), steps
+        specs = [step.spec for step in steps]
         self.bodies: dict[object, Attempt] = {}
         # In place of what statements write, for those that read it.
         self._written: dict[int, Tensor] = {}
         self._tables = [canonical_tables(spec.statement, spec.static) for spec in specs]
         bounds: list[Bound] = []
-        for number, output in enumerate(outputs):
+        for number, step in enumerate(steps):
             bounds.append(bound := self._bound(number, pool, None, {}))
-            rank = len(specs[number].layout.output_plain)
-            self._written[output] = torch.empty((1,) * rank, dtype=bound.out_dtype, device=pool[0].device)
+            rank = len(step.spec.layout.output_plain)
+            self._written[step.output] = torch.empty((1,) * rank, dtype=bound.out_dtype, device=pool[0].device)
         self._sequences = [Sequences(b, s.options, s.static) for b, s in zip(bounds, specs, strict=True)]
         backends = [choose_backend(b, s.options, tables=bool(s.static))[0] for b, s in zip(bounds, specs, strict=True)]
         self.generated = {*backends} == {"triton"}
         self._fused = FusedKernels(specs[0].options, deterministic=deterministic)
         # C functions add to sums of half types what an earlier statement has rounded.
-        rounded = any(is_widened(each.dtype) for each in bounds) and len({*outputs}) < len(specs)
+        rounded = any(is_widened(each.dtype) for each in bounds) and len({step.output for step in steps}) < len(steps)
         jointly = self.generated or ({*backends} == {"c"} and not rounded)
         self.run: Attempt = _nothing_printed
         self.call: Call = _nothing_printed
-        lines = _Lines(self, pool).printed() if len(specs) == 1 or jointly else None
+        lines = _Lines(self, pool).printed() if len(steps) == 1 or jointly else None
         if lines is not None:
             what = f"call of {specs[0].statement.text}"
             head, pool_of, *rest = lines.text
             self.run = function_of_lines([head, pool_of, *rest, "return made"], lines.names, what)
-            if len(specs) == 1:
+            if len(steps) == 1:
                 found, read = agreement_lines(specs[0].statement)
                 head = "def call(pool, initial, sizes, shape):"
                 found += ["extents = (indices,)", "shapes = (output,)"]
@@ -164,11 +169,6 @@ class Artifact:
     @property
     def reason(self) -> str:
         return self._fused.reason
-
-    @property
-    def printed(self) -> bool:
-        """Whether `run` is for any call."""
-        return self.run is not _nothing_printed
 
     def clear(self) -> None:
         """Forget what runs each kind of call."""
@@ -185,15 +185,15 @@ class Artifact:
 
     def _bound(self, number: int, pool: Sequence[Tensor], initial: Tensor | None, facts: Facts) -> Bound:
         """One of the statements, bound to the tensors of a call."""
-        spec = self.specs[number]
-        named = {n: self._read(pool, at) for n, at in zip(spec.layout.tensors, self.places[number], strict=True)}
+        spec, places = self.steps[number][:2]
+        named = {n: self._read(pool, at) for n, at in zip(spec.layout.tensors, places, strict=True)}
         own = initial if number == 0 else None
         drops, epilogue = spec.drop_outside, spec.epilogue
         return bind(spec.statement, named, own, facts=facts, drop_outside=drops, epilogue=epilogue)
 
     def _facts(self, number: int, known: Mapping[int, IndexFacts]) -> dict[str, IndexFacts]:
         """What holds of the index tensors of a statement."""
-        spec, places = self.specs[number], self.places[number]
+        spec, places = self.steps[number][:2]
         tables, indexed = dict(spec.static), spec.layout.index_tensors
         place = zip(spec.layout.tensors, places, strict=True)
         declared = spec.declared_facts
@@ -214,7 +214,7 @@ class Artifact:
     ) -> tuple[Tensor, ...] | None:
         """Decide what runs a kind of call that was not met before."""
         begun = generation()
-        if len(self.specs) == 1:
+        if len(self.steps) == 1:
             body = self._alone(key, pool, Extents(extents[0], shapes[0]), initial, known)
         elif self.generated:
             ones = partial(self._ones, pool, extents, shapes, known)
@@ -235,15 +235,30 @@ class Artifact:
         known: Mapping[int, IndexFacts],
     ) -> Attempt:
         """What runs a kind of call of one statement."""
-        spec = self.specs[0]
+        spec = self.steps[0].spec
         initial = None if initial is None else initial.expand(extents.output)
         programs = programs_of(spec, dict(zip(spec.layout.tensors, pool, strict=True)), initial, self._facts(0, known))
         with messages_name(spec.statement):
-            found = programs.of(pool, extents)
+            found = programs.program(pool, extents)
             if self.generated and isinstance(found, Executable) and isinstance(found.run, Generated):
                 return found.run.at(pool, extents, initial)
-        sized = _Sized(spec, programs)
-        sized.prepared(pool, extents, initial, found)
+        first, runs = _key_of(pool, extents), dict[object, Run]()
+
+        def sized(
+            pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            """Run it by what is prepared for the sizes of a call: library calls, or several statements."""
+            sizes = Extents(extents[0], shapes[0])
+            initial = None if initial is None else initial.expand(sizes.output)
+            own = _key_of(pool, sizes)
+            prepared = runs.get(own)
+            if prepared is None:
+                with messages_name(spec.statement):
+                    chosen = found if own == first else programs.program(pool, sizes)
+                    prepared = chosen.prepare(pool, sizes, initial)
+                insert(runs, own, prepared, _LIMIT)
+            return (prepared(pool, initial),)
+
         program = found.program if isinstance(found, StatementSequence) else found.run
         # What is chosen may be another backend than before programs were forgotten.
         if self.generated or not isinstance(program, CProgram):
@@ -272,11 +287,11 @@ class Artifact:
             FormError: some statement has no kernel of its own.
         """
         found: list[One] = []
-        for number, (spec, places, output) in enumerate(zip(self.specs, self.places, self.outputs, strict=True)):
+        for number, (spec, places, output, _, _) in enumerate(self.steps):
             tensors, sizes = [pool[at] for at in places], Extents(extents[number], shapes[output])
             named = dict(zip(spec.layout.tensors, tensors, strict=True))
             programs = programs_of(spec, named, None, self._facts(number, known))
-            found.append(One.of(output, programs.bound, programs.of(tensors, sizes), places, pool, sizes))
+            found.append(One.of(output, programs.bound, programs.program(tensors, sizes), places, pool, sizes))
         return found
 
     def _jointly(
@@ -292,7 +307,7 @@ class Artifact:
         parts: list[Part] = []
         firsts: dict[object, int] = {}
         count = len(shapes)
-        for number, (spec, places, output) in enumerate(zip(self.specs, self.places, self.outputs, strict=True)):
+        for number, (spec, places, output, _, _) in enumerate(self.steps):
             facts = {name: known_in_c(each.masked, each) for name, each in self._facts(number, known).items()}
             bound = self._bound(number, pool, initial, facts)
             if choose_backend(bound, spec.options, tables=bool(spec.static))[0] != "c":
@@ -321,7 +336,7 @@ class Artifact:
         program = c_program(generation(), tuple(parts), tuple([len(each) for each in extents]), len(pool))
         if program is None:
             return _nothing_printed
-        options = self.specs[0].options
+        options = self.steps[0].spec.options
         wait = options.deterministic or options.backend == "c"
 
         def run(
@@ -332,33 +347,6 @@ class Artifact:
             self.bodies[key] = program.body
             return program.body(pool, extents, shapes, initial)
 
-        return run
-
-
-class _Sized:
-    """One statement by what is prepared for the sizes of a call: library calls, or several statements."""
-
-    def __init__(self, spec: Spec, programs: Programs) -> None:
-        self.spec, self.programs = spec, programs
-        self.runs: dict[object, Run] = {}
-
-    def __call__(
-        self, pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        sizes = Extents(extents[0], shapes[0])
-        initial = None if initial is None else initial.expand(sizes.output)
-        run = self.runs.get(_key_of(pool, sizes))
-        if run is None:
-            run = self.prepared(pool, sizes, initial, self.programs.of(pool, sizes))
-        return (run(pool, initial),)
-
-    def prepared(
-        self, pool: Sequence[Tensor], sizes: Extents, initial: Tensor | None, found: Executable | StatementSequence
-    ) -> Run:
-        """Prepare what runs it at some sizes, and keep it."""
-        with messages_name(self.spec.statement):
-            run = found.prepare(pool, sizes, initial)
-        insert(self.runs, _key_of(pool, sizes), run, _LIMIT)
         return run
 
 
@@ -394,7 +382,7 @@ class _Lines:
     def printed(self) -> _Lines | None:
         """Print them; `None`: what is to check of such calls depends on more than the range of entries."""
         artifact, pool = self.artifact, self.pool
-        elsewhere = any(_elsewhere(spec) for spec in artifact.specs) or pool[0].device.type not in ("cpu", "cuda")
+        elsewhere = any(_elsewhere(step.spec) for step in artifact.steps) or pool[0].device.type not in ("cpu", "cuda")
         if elsewhere or not self.given:
             return None
         self.names = {"Extents": Extents, "bodies": artifact.bodies, "completed": completed, "entries_of": entries_of}
@@ -403,9 +391,7 @@ class _Lines:
         wrong: list[str] = []
         reads: list[str] = []
         key: list[str] = []
-        for number, (spec, places, output) in enumerate(
-            zip(artifact.specs, artifact.places, artifact.outputs, strict=True)
-        ):
+        for number, (spec, places, output, _, _) in enumerate(artifact.steps):
             layout, tables = spec.layout, dict(spec.static)
             place = dict(zip(layout.tensors, places, strict=True))
             extents = self.extents(number, spec)
@@ -433,7 +419,7 @@ class _Lines:
         wrong += [f"not 0 < {' * '.join(sizes)} < {most}" for sizes in self.shapes().values() if sizes]
         if artifact.cuttable:
             # As `Sequences` tells sizes apart.
-            sizes = [e for n, spec in enumerate(artifact.specs) for e in self.extents(n, spec)]
+            sizes = [e for n, step in enumerate(artifact.steps) for e in self.extents(n, step.spec)]
             written = chain(*self.shapes().values())
             key += [f"({e} * {e}).bit_length()" for e in (*sizes, *written, *self.hidden())]
         facts = ", ".join(f"{at}: {text}" for at, text in known.items())
@@ -456,7 +442,7 @@ class _Lines:
         return self
 
     def unpacked(self) -> list[str]:
-        extents = [self.extents(number, spec) for number, spec in enumerate(self.artifact.specs)]
+        extents = [self.extents(number, step.spec) for number, step in enumerate(self.artifact.steps)]
         text = "".join(f"({''.join(f'{e}, ' for e in each)}), " if each else "_, " for each in extents)
         shapes = [sizes for _, sizes in sorted(self.shapes().items())]
         made = "".join(f"({''.join(f'{e}, ' for e in each)}), " if each else "_, " for each in shapes)
@@ -468,13 +454,13 @@ class _Lines:
 
     def shapes(self) -> dict[int, list[str]]:
         """The sizes of each output."""
-        found = zip(self.artifact.specs, self.artifact.outputs, strict=True)
-        return {output: [f"s{output}_{a}" for a in range(len(spec.layout.output_plain))] for spec, output in found}
+        ranks = {step.output: len(step.spec.layout.output_plain) for step in self.artifact.steps}
+        return {output: [f"s{output}_{axis}" for axis in range(rank)] for output, rank in ranks.items()}
 
     def hidden(self) -> list[str]:
         """Sizes of tensors that are no extent of an index."""
         found: dict[str, None] = {}
-        for spec, places in zip(self.artifact.specs, self.artifact.places, strict=True):
+        for spec, places, *_ in self.artifact.steps:
             layout = spec.layout
             shown = {each for axes in layout.plain for each in axes}
             axes = ((n, axis) for n, rank in enumerate(layout.ranks) for axis in range(rank))
@@ -492,15 +478,15 @@ class _Lines:
         if self.pool[first].is_cuda:
             # On the device of the first one.
             wrong = [f"(at := t{first}.get_device()) < 0", *[f"t{n}.get_device() != at" for n in others]]
-            if any(spec.origin == "format" for spec in self.artifact.specs):
+            if any(step.spec.origin == "format" for step in self.artifact.steps):
                 # Nothing of theirs is read meanwhile.
                 self.names["capturing"] = torch.cuda.is_current_stream_capturing
                 wrong.append("capturing()")
-        if len(self.artifact.places) > 1:
+        if len(self.artifact.steps) > 1:
             # Those of a single statement are what it is found by.
             self.names |= {f"d{n}": self.pool[n].dtype for n in self.given}
             wrong += [f"t{n}.dtype is not d{n}" for n in self.given]
-        spec = self.artifact.specs[0]
+        spec = self.artifact.steps[0].spec
         rank = len(spec.layout.output_plain)
         if not spec.statement.combining.takes_initial:
             return [*wrong, "initial is not None"]
@@ -559,7 +545,7 @@ class _Lines:
 
     def limits(self, number: int, extents: Sequence[str]) -> list[str]:
         """The sizes of a statement as far as code differs in them."""
-        spec = self.artifact.specs[number]
+        spec, _, output = self.artifact.steps[number][:3]
         bound = canonical(self.artifact._bound(number, self.pool, None, {}))
         tables = frozenset(name for name, _ in self.artifact._tables[number])
         if not self.artifact.generated:
@@ -567,7 +553,7 @@ class _Lines:
             return [f"{e} if {e} <= {most} else -1" if most < math.inf else e for e, most in found if most > 0]
         fixed = FixedExtents(bound, spec.options, tables)
         key = [_magnitude(extent, most) for extent, most in zip(extents, fixed.most, strict=True)]
-        hidden = zip(self.shapes()[self.artifact.outputs[number]], spec.layout.output_places, strict=True)
+        hidden = zip(self.shapes()[output], spec.layout.output_places, strict=True)
         key += [_magnitude(extent, -1) for extent, place in hidden if place is None]
         if bound.dtype == torch.float32:
             self.names["precision"] = torch._C._get_float32_matmul_precision

@@ -20,7 +20,7 @@ from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.syntax import Statement, replaced
-from insum_nn.compiler.runtime.backward import Call, Shapes, attaining, gradients, kept_tensors
+from insum_nn.compiler.runtime.backward import attaining, gradients, gradients_of
 from insum_nn.compiler.runtime.batched_gradients import (
     batched_access,
     factors_of_entries,
@@ -61,27 +61,9 @@ def _run_fake(
 # Gradients.
 
 
-def _gradients(
-    call: Call,
-    tensors: Sequence[Tensor | None],
-    shapes: Shapes,
-    initial: Tensor | None,
-    result: Tensor | None,
-    needs: Sequence[bool],
-    grad: Tensor,
-    run: RunStatement,
-) -> tuple[list[Tensor | None], Tensor]:
-    """Compute `gradients`, and that of an initial value."""
-    if result is None or call.spec.adds:
-        return gradients(call, tensors, shapes, needs, grad, None, run), grad
-    count, of_initial = attaining(call, tensors, initial, result, run)
-    grad = (grad / count).to(result.dtype)
-    found = gradients(call, tensors, shapes, needs, grad, result.detach(), run)
-    return found, grad if of_initial is None else grad * of_initial
-
-
 def _tangent(
-    call: Call,
+    spec: Spec,
+    extents: Extents,
     tensors: Sequence[Tensor],
     initial: Tensor | None,
     result: Tensor | None,
@@ -89,39 +71,43 @@ def _tangent(
     initial_tangent: Tensor | None,
 ) -> Tensor:
     """Return the output's tangent: the statement is linear in each occurrence of a factor."""
-    statement, layout = call.spec.statement, call.spec.layout
+    layout = spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
-    sizes = dict(zip(layout.indices, call.extents.indices, strict=True))
+    sizes = dict(zip(layout.indices, extents.indices, strict=True))
     total, read = initial_tangent, list[Tensor]()
-    if result is not None and not call.spec.adds:
-        count, of_initial = attaining(call, tensors, initial, result, apply)
+    if result is not None and not spec.adds:
+        count, of_initial = attaining(spec, extents, tensors, initial, result, apply)
         read = [result.detach(), (1 / count).to(result.dtype)]
         total = total if total is None or of_initial is None else total * of_initial * read[1]
     for name, tangent in zip(layout.tensors, tangents, strict=True):
         if tangent is None or name not in layout.value_tensors or not tangent.is_floating_point():
             continue
-        derivative = directional(statement, name)
+        derivative = directional(spec.statement, name)
         named[derivative.seed] = tangent
         named.update(zip(derivative.extremum, read, strict=False))
         for changed in derivative.statements:
             inner = layout_of(changed)
-            spec = call.spec.with_statement(changed, drop_outside=call.spec.drop_outside)
-            extents = Extents(tuple(sizes[x] for x in inner.indices), call.extents.output)
-            total = apply(spec, [named[x] for x in inner.tensors], total, extents)
+            own = Extents(tuple(sizes[x] for x in inner.indices), extents.output)
+            changed_spec = spec.with_statement(changed, drop_outside=spec.drop_outside)
+            total = apply(changed_spec, [named[x] for x in inner.tensors], total, own)
     if total is None:
-        shape, dtype = call.extents.output, value_dtype(call.spec, tensors, initial)
+        shape, dtype = extents.output, value_dtype(spec, tensors, initial)
         total = torch.zeros(shape, dtype=dtype, device=tensors[0].device)
     return total
 
 
 @dataclass(slots=True)
-class _Call(Call):
+class _Call:
     """A call that autograd records.
 
     Attributes:
+        spec: the program.
+        extents: the sizes.
         plain: its tensors are plain ones.
     """
 
+    spec: Spec
+    extents: Extents
     plain: bool = False
 
     def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -133,8 +119,7 @@ class _Call(Call):
         ctx.has_initial = initial is not None
         if spec.adds:
             needs = ctx.needs_input_grad[2:]
-            kept = spec.kept.get(needs)
-            kept = kept_tensors(spec, needs) if kept is None else kept
+            kept = (spec.gradients.get(needs) or gradients_of(spec, needs)).kept
             ctx.shapes = [tensor.shape for tensor in tensors] if kept else None
             ctx.dtype = value_dtype(spec, tensors, initial) if spec.finishes else None
             saved = [t if need else None for t, need in zip(tensors, kept, strict=True)] if kept else tensors
@@ -150,20 +135,15 @@ class _Call(Call):
         assert grad is not None
         spec = self.spec
         if spec.finishes:
-            grad = _before_epilogue(spec, grad, result).to(ctx.dtype)
+            name = spec.epilogue.activation
+            backward = None if name is None else ACTIVATIONS[name]
+            grad = (grad if backward is None else backward(grad, result)).to(ctx.dtype)
         needs = ctx.needs_input_grad[2:]
         run: RunStatement = apply
         if not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled():
             run, needs = run_plain, needed_gradients(ctx, 2, len(needs), spec.number, before=ctx.has_initial)
-        found, of_initial = _gradients(self, tensors, ctx.shapes, initial, result, needs, grad, run)
+        found, of_initial = gradients(spec, self.extents, tensors, ctx.shapes, initial, result, needs, grad, run)
         return (of_initial if ctx.needs_input_grad[1] else None, *found)
-
-
-def _before_epilogue(spec: Spec, grad: Tensor, result: Tensor) -> Tensor:
-    """Return the gradient of the sum, from that of the output and the output itself."""
-    name = spec.epilogue.activation
-    backward = None if name is None else ACTIVATIONS[name]
-    return grad if backward is None else backward(grad, result)
 
 
 class _Transformed(torch.autograd.Function):
@@ -173,7 +153,7 @@ class _Transformed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: Call, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(call: _Call, initial: Tensor | None, *tensors: Tensor) -> Tensor:
         run = _registered if is_traced(*tensors, initial) else run_spec
         return run(call.spec, tensors, initial, call.extents)
 
@@ -195,7 +175,7 @@ class _Transformed(torch.autograd.Function):
     def jvp(ctx: Any, *args: Any) -> Tensor:
         _, initial_tangent, *tangents = args
         initial, result, *tensors = ctx.saved_tensors
-        return _tangent(ctx.call, tensors, initial, result, tangents, initial_tangent)
+        return _tangent(ctx.call.spec, ctx.call.extents, tensors, initial, result, tangents, initial_tangent)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
@@ -206,7 +186,7 @@ class _Transformed(torch.autograd.Function):
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, tensors, initial, indices, shape = inputs
-    ctx.call = Call(Spec.from_json(spec), Extents(tuple(indices), tuple(shape)))
+    ctx.call = _Call(Spec.from_json(spec), Extents(tuple(indices), tuple(shape)))
     ctx.count = len(tensors)
     keep = None if ctx.call.spec.adds else output
     ctx.save_for_backward(initial, keep, *tensors)
@@ -217,7 +197,9 @@ def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs = [t.requires_grad or t.is_floating_point() for t in tensors]
     if isinstance(ctx.needs_input_grad[1], Sequence):
         needs = list(ctx.needs_input_grad[1])
-    found, initial_gradient = _gradients(ctx.call, tensors, None, initial, result, needs, grad, apply)
+    found, initial_gradient = gradients(
+        ctx.call.spec, ctx.call.extents, tensors, None, initial, result, needs, grad, apply
+    )
     # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
     lists = [None if integers else [] for integers in ctx.call.extents]
     return None, found, None if initial is None else initial_gradient, *lists
@@ -326,51 +308,12 @@ def _finished(
         if not _learned((*tensors, initial)):
             return run_spec(spec, tensors, initial, extents)
         name = spec.epilogue.activation
-        kept = not spec.adds
-        if not kept and (name is None or ACTIVATIONS[name] is not None):
+        if spec.adds and (name is None or ACTIVATIONS[name] is not None):
             return Recorded.apply(_Call(spec, extents), initial, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, initial, extents), value_dtype(spec, tensors, initial))
 
 
 # Batching.
-
-
-class _Batch:
-    """A batch of statements is one statement with one more index, the first of the output."""
-
-    def __init__(self, spec: Spec, extents: Extents, size: int, dims: Sequence[int | None]) -> None:
-        statement = spec.statement
-        layout = layout_of(statement)
-        self.size = size
-        self.dims = dims
-        self.layout = layout
-        index = fresh_name("batch", {*statement.indices(), *statement.tensors(), statement.output.name})
-        names = {name for name, dim in zip(layout.tensors, dims, strict=True) if dim is not None}
-        self.repeated = factors_of_entries(statement, names)
-        names |= self.repeated
-        factors = [replaced(f, lambda each: batched_access(each, names, index)) for f in statement.factors]
-        written = batched_access(statement.output, {*names, statement.output.name}, index)
-        text = str(Statement(written, statement.operator, tuple(factors), ""))
-        # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
-        facts = tuple((n, f if n not in names else IndexFacts(masked=f.masked)) for n, f in spec.facts)
-        static = tuple((name, table) for name, table in spec.static if name not in names)
-        self.spec = Spec(text, facts, spec.options, spec.drop_outside, static, origin=spec.origin)
-        sizes = {**dict(zip(layout.indices, extents.indices, strict=True)), index: size}
-        inner = self.spec.layout
-        self.order = inner.tensors
-        self.extents = Extents(tuple(sizes[name] for name in inner.indices), (size, *extents.output))
-
-    def operands(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, self.dims, strict=True)]
-        named = dict(zip(self.layout.tensors, moved, strict=True))
-        named |= {name: named[name].expand(self.size, *named[name].shape) for name in self.repeated}
-        return [named[name] for name in self.order]
-
-    def initial(self, initial: Tensor | None, dim: int | None) -> Tensor | None:
-        if initial is None:
-            return None
-        return initial.expand(self.size, *initial.shape) if dim is None else initial.movedim(dim, 0)
-
 
 # A tensor, and along which axis it is batched.
 _Batched = tuple[Any, int | None]
@@ -384,10 +327,33 @@ def batched(
     initial: _Batched,
     run: RunStatement | None = None,
 ) -> Tensor:
-    """Run a batch of calls, along the first axis of the result."""
-    batch = _Batch(spec, extents, size, [dim for _, dim in given])
-    operands = batch.operands([tensor for tensor, _ in given])
-    return (run or apply)(batch.spec, operands, batch.initial(*initial), batch.extents)
+    """Run a batch of calls, along the first axis of the result.
+
+    A batch of statements is one statement with one more index, the first of the output.
+    """
+    statement, layout = spec.statement, spec.layout
+    index = fresh_name("batch", {*statement.indices(), *statement.tensors(), statement.output.name})
+    names = {name for name, (_, dim) in zip(layout.tensors, given, strict=True) if dim is not None}
+    repeated = factors_of_entries(statement, names)
+    names |= repeated
+    factors = [replaced(f, lambda each: batched_access(each, names, index)) for f in statement.factors]
+    written = batched_access(statement.output, {*names, statement.output.name}, index)
+    text = str(Statement(written, statement.operator, tuple(factors), ""))
+    # A batched index tensor is addressed by the batch too, so facts about it as a whole no longer hold.
+    facts = tuple((n, f if n not in names else IndexFacts(masked=f.masked)) for n, f in spec.facts)
+    static = tuple((name, table) for name, table in spec.static if name not in names)
+    own = Spec(text, facts, spec.options, spec.drop_outside, static, origin=spec.origin)
+    sizes = {**dict(zip(layout.indices, extents.indices, strict=True)), index: size}
+    inner = Extents(tuple(sizes[name] for name in own.layout.indices), (size, *extents.output))
+
+    def first(tensor: Tensor, dim: int | None, *, repeat: bool) -> Tensor:
+        if dim is not None:
+            return tensor.movedim(dim, 0)
+        return tensor.expand(size, *tensor.shape) if repeat else tensor
+
+    named = {n: first(*each, repeat=n in repeated) for n, each in zip(layout.tensors, given, strict=True)}
+    start = None if initial[0] is None else first(*initial, repeat=True)
+    return (run or apply)(own, [named[name] for name in own.layout.tensors], start, inner)
 
 
 def _vmap(

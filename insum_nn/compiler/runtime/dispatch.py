@@ -28,8 +28,8 @@ from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import check_static, kinds_of, stand_in
-from insum_nn.compiler.runtime.artifact import Artifact, Facts, Programs, programs_of
-from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequence
+from insum_nn.compiler.runtime.artifact import Artifact, Facts, Step, programs_of
+from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
 from insum_nn.compiler.runtime.execution import Executable
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
 from insum_nn.dtypes import not_dense
@@ -74,11 +74,9 @@ class Spec:
     static: tuple[tuple[str, StaticTable], ...] = ()
     epilogue: Epilogue = PLAIN
     origin: Origin = "builder"
-    programs: dict[Key, Programs] = field(default_factory=dict, init=False, repr=False, compare=False)
+    programs: dict[Key, Sequences] = field(default_factory=dict, init=False, repr=False, compare=False)
     calls: dict[CallKind, Artifact] = field(default_factory=dict, init=False, repr=False, compare=False)
-    derived: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    together: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    kept: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    gradients: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
@@ -131,12 +129,31 @@ class Spec:
         """The promised facts by name."""
         return dict(self.facts)
 
+    @lru_cache(maxsize=2048)  # noqa: B019
     def to_json(self) -> str:
-        return _to_json(self)
+        return json.dumps(
+            {
+                "expression": self.expression,
+                "facts": {name: asdict(facts) for name, facts in self.facts},
+                "options": self.options.to_dict(),
+                "drop_outside": self.drop_outside,
+                "static": {name: [table.shape, table.values] for name, table in self.static},
+                "epilogue": asdict(self.epilogue),
+                "origin": self.origin,
+            },
+            sort_keys=True,
+        )
 
     @staticmethod
+    @lru_cache(maxsize=2048)
     def from_json(text: str) -> Spec:
-        return _from_json(text)
+        data = json.loads(text)
+        facts = tuple((name, _facts(values)) for name, values in data["facts"].items())
+        tables = data.get("static", {}).items()
+        static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
+        epilogue, options = Epilogue(**data.get("epilogue", {})), Options.from_dict(data["options"])
+        origin: Origin = data.get("origin", "caller")
+        return Spec(data["expression"], facts, options, data["drop_outside"], static, epilogue, origin)
 
     def check_kinds(self, tensors: Sequence[Tensor], initial: Tensor | None) -> None:
         """Raise what `bind` raises of these tensors, which are in the layout's order, and of the initial value."""
@@ -182,35 +199,6 @@ def _with_expression(spec: Spec, expression: str, drop_outside: bool) -> Spec:
     return Spec(expression, spec.facts, spec.options, drop_outside, spec.static, origin=spec.origin)
 
 
-@lru_cache(maxsize=2048)
-def _to_json(spec: Spec) -> str:
-    return json.dumps(
-        {
-            "expression": spec.expression,
-            "facts": {name: asdict(facts) for name, facts in spec.facts},
-            "options": spec.options.to_dict(),
-            "drop_outside": spec.drop_outside,
-            "static": {name: [table.shape, table.values] for name, table in spec.static},
-            "epilogue": asdict(spec.epilogue),
-            "origin": spec.origin,
-        },
-        sort_keys=True,
-    )
-
-
-@lru_cache(maxsize=2048)
-def _from_json(text: str) -> Spec:
-    data = json.loads(text)
-    facts = tuple((name, _facts(values)) for name, values in data["facts"].items())
-    tables = data.get("static", {}).items()
-    static = tuple((name, StaticTable(tuple(shape), tuple(values))) for name, (shape, values) in tables)
-    epilogue = Epilogue(**data.get("epilogue", {}))
-    origin: Origin = data.get("origin", "caller")
-    return Spec(
-        data["expression"], facts, Options.from_dict(data["options"]), data["drop_outside"], static, epilogue, origin
-    )
-
-
 def _facts(values: dict[str, Any]) -> IndexFacts:
     """Facts from JSON, which knows no tuples."""
     values["unique_with"] = tuple(values["unique_with"])
@@ -221,18 +209,13 @@ def prepare(
     spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents
 ) -> tuple[Bound, Executable | StatementSequence]:
     """Check a call and find its program, or those of the statements that it is cut into."""
-    programs = _checked_programs(spec, tensors, initial, extents)
-    return programs.bound, programs.of(tensors, extents)
-
-
-def _checked_programs(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Programs:
-    """Check a call, and find what may run it."""
     named = dict(zip(spec.layout.tensors, tensors, strict=True))
     check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
     facts = _checked_facts(spec, tensors, extents)
     if spec.static:
         check_static(spec.statement.text, spec.static, named, validate=spec.options.validate)
-    return programs_of(spec, named, initial, facts)
+    programs = programs_of(spec, named, initial, facts)
+    return programs.bound, programs.program(tensors, extents)
 
 
 def _checked_facts(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> Facts:
@@ -299,7 +282,7 @@ def _looked_at(
         check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
         return _without_terms(spec, tensors, initial, extents)
     if printed is None and tensors:
-        printed = Artifact([spec], [tuple(range(len(tensors)))], [0], tensors)
+        printed = Artifact([Step.of(spec, range(len(tensors)), 0, 0)], tensors)
         spec.calls[(tensors[0].is_cuda, *map(dtype_of, tensors))] = printed
         made = printed.run(tensors, (extents.indices,), (extents.output,), initial)
         if made is not None:
@@ -313,7 +296,7 @@ def _looked_at(
         return _without_terms(spec, tensors, initial, extents)
     stand = [stand_in(t, n in indexed) if empty else t for n, t in zip(layout.tensors, tensors, strict=True)]
     with messages_name(spec.statement):
-        return program(stand, extents, initial)
+        return program.prepare(stand, extents, initial)(stand, initial)
 
 
 def _without_terms(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:

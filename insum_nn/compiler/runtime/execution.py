@@ -43,7 +43,7 @@ __all__ = [
     "Executables",
     "cache_info",
     "clear_cache",
-    "executable",
+    "executables_of",
     "forgets_programs",
     "from_graph",
     "generation",
@@ -77,10 +77,6 @@ class Executable:
     compile_seconds: float
     library: CallGraph | None = None
 
-    def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
-        """Run on tensors in the layout's order."""
-        return self.prepare(tensors, extents, initial)(tensors, initial)
-
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
         if isinstance(self.run, Generated):
@@ -105,7 +101,7 @@ class Executable:
 
 
 @lru_cache(maxsize=1024)
-def _executables(bound: Bound, options: Options, text: str) -> Executables:
+def executables_of(bound: Bound, options: Options, text: str) -> Executables:
     """Those of a statement; of equal ones each has its own text, which errors show."""
     return Executables(bound, options)
 
@@ -168,17 +164,6 @@ def clear_cache() -> None:
     clear_orders()
 
 
-def executable(
-    bound: Bound,
-    tensors: Sequence[Tensor],
-    initial: Tensor | None,
-    extents: Extents,
-    options: Options,
-) -> Executable:
-    """Return the program that the rule names for a bound statement, compiled now or cached under its canonical form."""
-    return _executables(bound, options, bound.statement.text).of(tensors, extents)
-
-
 class Executables:
     """The programs of a bound statement at all sizes: what does not depend on them is found once.
 
@@ -200,7 +185,7 @@ class Executables:
         self._keys: dict[object, CacheKey] = {}
         self._refused: dict[object, str] = {}
 
-    def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable:
+    def of(self, extents: Extents) -> Executable:
         """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
         backend, reason, options = self.backend, self.reason, self.options
         if backend == "c":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -16,13 +16,10 @@ from insum_nn.compiler.kernels.ahead import UndecidedError, rehearsing
 from insum_nn.dtypes import FLOATS, wide_dtype
 
 __all__ = [
-    "CAST",
     "PLAIN_TYPES",
-    "autocast_dtype",
     "exceeds",
     "followed_by",
     "graph_constant",
-    "has_active_modes",
     "is_functional",
     "is_plain",
     "is_plain_eager",
@@ -32,7 +29,6 @@ __all__ = [
     "outer_autocast",
     "plain_apply",
     "product_dtype",
-    "recorded",
     "records_graph",
     "size_hint",
     "to_autocast",
@@ -50,14 +46,6 @@ _BEFORE_DISPATCH = _Keys.PreDispatch
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` or forward-mode differentiation is active."""
     return bool(peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
-
-
-def has_active_modes() -> bool:
-    """Return whether a compiler, a transform or a dispatch mode handles torch's calls."""
-    # `is_transformed`, written out.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack():
-        return True
-    return torch.autograd.forward_ad._current_level >= 0
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -78,7 +66,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
 
 def followed_by(tensors: Sequence[Tensor], initial: Tensor | None) -> Literal["mode", "autograd"] | None:
     """What follows a call on plain tensors; autograd alone where it records a gradient of some tensor."""
-    # `has_active_modes`, written out: every call comes here.
+    # `is_transformed`, written out: every call comes here.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack():
         return "mode"
     if torch.autograd.forward_ad._current_level >= 0:
@@ -97,7 +85,7 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
 
     Nor is a tensor lazily negated: what a kernel finds in its memory is not its value. Autograd may record.
     """
-    # `has_active_modes`, written out, and a loop instead of `all`: every call comes here several times.
+    # `is_transformed`, written out, and a loop instead of `all`: every call comes here several times.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or peek_interpreter_stack():
         return False
     if torch.autograd.forward_ad._current_level >= 0 or torch._C._is_tracing():
@@ -111,14 +99,6 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply` for calls on what `is_plain_eager` accepts: it looks for no transform of `torch.func`."""
     return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return, misc]
-
-
-@contextmanager
-def recorded() -> Generator[None]:
-    """Record for autograd inside a registered operator, whose implementation torch calls with autograd excluded."""
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(include, exclude.remove(_Keys.AutogradFunctionality)), torch.enable_grad():
-        yield
 
 
 def records_graph(tensors: Sequence[Tensor | None]) -> bool:
@@ -228,15 +208,8 @@ def under_autocast(device: torch.device) -> bool:
     return device.type in _DEVICES and torch.is_autocast_enabled(device.type)
 
 
-CAST = tuple(dtype for dtype in FLOATS if wide_dtype(dtype) == torch.float32)
-"""What autocast casts: floats that are summed in float32."""
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that operands of products take on a device; `None` where autocast is not active there."""
-    kind = device.type
-    # `under_autocast`, written out.
-    return torch.get_autocast_dtype(kind) if kind in _DEVICES and torch.is_autocast_enabled(kind) else None
+# What autocast casts: floats that are summed in float32.
+_CAST = tuple(dtype for dtype in FLOATS if wide_dtype(dtype) == torch.float32)
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
@@ -246,8 +219,8 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     ...     product_dtype(torch.ones(1)), product_dtype(torch.ones(1).double())
     (torch.bfloat16, torch.float64)
     """
-    dtype = autocast_dtype(tensor.device)
-    return tensor.dtype if dtype is None or tensor.dtype not in CAST else dtype
+    cast = tensor.dtype in _CAST and under_autocast(tensor.device)
+    return torch.get_autocast_dtype(tensor.device.type) if cast else tensor.dtype
 
 
 @overload
@@ -268,7 +241,7 @@ def to_autocast(value: object) -> object:
         return value
     # `product_dtype`, written out.
     device = value.device.type
-    if value.dtype not in CAST or device not in _DEVICES or not torch.is_autocast_enabled(device):
+    if value.dtype not in _CAST or device not in _DEVICES or not torch.is_autocast_enabled(device):
         return value
     dtype = torch.get_autocast_dtype(device)
     return value if value.dtype is dtype else value.to(dtype)
@@ -284,31 +257,25 @@ class _Suspended:
 
     def __enter__(self) -> None:
         torch.set_autocast_enabled(self.device, False)
-        _suspended.devices.append(self.device)
+        _suspended.set((*_suspended.get(), self.device))
 
     def __exit__(self, *_: object) -> None:
-        _suspended.devices.pop()
+        _suspended.set(_suspended.get()[:-1])
         torch.set_autocast_enabled(self.device, True)
 
 
 _SUSPENDED = {device: _Suspended(device) for device in _DEVICES}
 
 
-class _OfThread(threading.local):
-    """For which kinds of device this thread has autocast suspended."""
-
-    def __init__(self) -> None:
-        self.devices: list[str] = []
-
-
-_suspended = _OfThread()
+# For which kinds of device autocast is suspended.
+_suspended: ContextVar[tuple[str, ...]] = ContextVar("suspended", default=())
 
 
 @contextmanager
 def outer_autocast(device: str) -> Generator[None]:
     """Restore autocast as it is for the caller of a layer."""
     inside = torch.is_autocast_enabled(device)
-    torch.set_autocast_enabled(device, inside or device in _suspended.devices)
+    torch.set_autocast_enabled(device, inside or device in _suspended.get())
     try:
         yield
     finally:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.printed import Sizes
+from insum_nn.compiler.runtime.artifact import Step
 from insum_nn.compiler.runtime.autograd import apply
-from insum_nn.compiler.runtime.backward import derived_of
-from insum_nn.compiler.runtime.dispatch import Spec, parse_cached, run_plain
+from insum_nn.compiler.runtime.backward import Gradients, differentiate
+from insum_nn.compiler.runtime.dispatch import Spec, run_plain
 from insum_nn.compiler.runtime.modes import followed_by, is_plain, is_plain_eager
 from insum_nn.compiler.runtime.recorded import record
-from insum_nn.compiler.runtime.statement_graph import StatementGraph, Step
+from insum_nn.compiler.runtime.statement_graph import StatementGraph
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.steps.watch import watch
 from insum_nn.tensor_cache import same_views
@@ -26,20 +27,6 @@ __all__ = ["ProgramGraph"]
 Axes = tuple[str, tuple[str | None, ...]]
 
 _numbers = count()
-
-
-class _Gradients(NamedTuple):
-    """The graph of a program's gradients, which reads tensors, what statements wrote, and gradients of results.
-
-    Attributes:
-        graph: the graph.
-        places: what each output is the gradient of, as `Step.places` says.
-        read: the outputs of the program that it reads.
-    """
-
-    graph: StatementGraph
-    places: tuple[int, ...]
-    read: tuple[int, ...]
 
 
 class _Call(NamedTuple):
@@ -60,7 +47,7 @@ class _Call(NamedTuple):
         made = graph.forward.run(tensors, self.sizes, self.shapes)
         found = graph.gradients(tuple(ctx.needs_input_grad[2:]))
         assert found is not None
-        ctx.save_for_backward(*tensors, *[t if n in found.read else None for n, t in enumerate(made)])
+        ctx.save_for_backward(*tensors, *[t if n in found.written else None for n, t in enumerate(made)])
         return tuple(map(made.__getitem__, graph.results))
 
     def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -98,20 +85,14 @@ class ProgramGraph:
         self.results = tuple(map(self.written.index, results))
         self.indexed = tuple(dict.fromkeys(name for spec in specs for name in spec.statement.index_tensors()))
         place = {name: n for n, name in enumerate(inputs)} | {name: -1 - n for n, name in enumerate(self.written)}
-        self.steps = tuple(
-            Step(
-                spec,
-                tuple(place[name] for name in spec.layout.tensors),
-                -1 - place[spec.statement.output.name],
-                number,
-                tuple(range(len(spec.layout.indices))),
-            )
+        self.steps = [
+            Step.of(spec, [place[name] for name in spec.layout.tensors], -1 - place[spec.statement.output.name], number)
             for number, spec in enumerate(specs)
-        )
+        ]
         self.forward = StatementGraph(self.steps)
         # Statements that read no values, but count, have torch's default dtype.
         self.counts = any(not spec.layout.value_tensors for spec in specs)
-        self._gradients: dict[tuple[bool, ...], _Gradients | None] = {}
+        self._gradients: dict[tuple[bool, ...], Gradients | None] = {}
 
     def call_at(self, axes: Sequence[Axes], shapes: Mapping[str, Sizes], extents: Mapping[str, int]) -> _Call | None:
         """Return the sizes of a call; `None`: those that are given do not agree, or do not show some extent."""
@@ -145,47 +126,8 @@ class ProgramGraph:
             return None
         return record(call, None, *tensors)  # type: ignore[no-any-return]
 
-    def gradients(self, needs: tuple[bool, ...]) -> _Gradients | None:
+    def gradients(self, needs: tuple[bool, ...]) -> Gradients | None:
         """Return the graph of the gradients of some tensors; `None`: it is not made of statements."""
         if needs not in self._gradients:
-            self._gradients[needs] = self._differentiated(needs)
+            self._gradients[needs] = differentiate(self.steps, self.results, needs)
         return self._gradients[needs]
-
-    def _differentiated(self, needs: Sequence[bool]) -> _Gradients | None:
-        learned = {at for at, need in enumerate(needs) if need}
-        recorded: list[tuple[Step, list[int]]] = []
-        for step in self.steps:
-            layout = step.spec.layout
-            values = [n for n, name in enumerate(layout.tensors) if name in layout.value_tensors]
-            own = [n for n in values if step.places[n] in learned and derived_of(step.spec, n)]
-            if own and not step.spec.adds:
-                return None
-            recorded.append((step, own))
-            learned |= {-1 - step.output} if own else set()
-        inputs, written = len(self.inputs), len(self.written)
-        outputs: dict[int, int] = {}
-        steps: list[Step] = []
-        begun: set[int] = set()
-        for step, own in reversed(recorded):
-            place = -1 - step.output
-            seed = inputs + written + self.results.index(step.output) if step.output in self.results else None
-            if place in outputs:
-                if seed is not None and place not in begun:
-                    # What the caller does with a result, besides what later statements do.
-                    rank = len(step.spec.layout.output_plain)
-                    axes = f"[{','.join(f'i{n}' for n in range(rank))}]" if rank else ""
-                    copy = step.spec.with_statement(parse_cached(f"Y{axes} += X{axes}"), drop_outside=True)
-                    source = len(self.steps) + step.output
-                    steps.append(Step(copy, (seed,), outputs[place], source, tuple(range(rank))))
-                begun.add(place)
-                seed = -1 - outputs[place]
-            if seed is None:
-                continue
-            given = [at if at >= 0 else inputs - 1 - at for at in step.places] + [seed]
-            for n in own:
-                output = outputs.setdefault(step.places[n], len(outputs))
-                for derived in derived_of(step.spec, n):
-                    places = tuple(given[at] for at in derived.places)
-                    steps.append(derived._replace(places=places, output=output, source=step.source))
-        read = {at - inputs for each in steps for at in each.places if inputs <= at < inputs + written}
-        return _Gradients(StatementGraph(steps), tuple(outputs), tuple(sorted(read)))

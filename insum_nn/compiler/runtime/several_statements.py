@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,32 +35,6 @@ NO_SHAPES: Shapes = {}
 NO_FACTS = NamedFacts()
 # Calls of different sizes of which a program remembers these.
 _LIMIT = 64
-
-
-class _Plan(NamedTuple):
-    """All that a call asks, in plain tuples of text, which tracers follow.
-
-    Attributes:
-        expression: the statements.
-        inputs: tensors that are passed.
-        starts: tensors that may start with a value that is passed.
-        written: tensors that statements write.
-        results: those that are returned.
-        casts: all are products, whose values autocast casts.
-        steps: what runs, in order: what it writes; what it reads, and whether without a gradient; its indices; those
-            whose extent no axis of what it reads or writes shows; whether it reads values only to count them; its
-            program as text.
-        axes: each access, and by axis the index or the entry that has its extent.
-    """
-
-    expression: str
-    inputs: tuple[str, ...]
-    starts: tuple[str, ...]
-    written: tuple[str, ...]
-    results: tuple[str, ...]
-    casts: bool
-    steps: tuple[tuple[Any, ...], ...]
-    axes: tuple[tuple[str, tuple[str | None, ...]], ...]
 
 
 class StatementsProgram:
@@ -110,14 +84,18 @@ class StatementsProgram:
         self._known: dict[object, Known] = {}
         specs = [program.spec for program in self.programs]
         self._graph = ProgramGraph(text.inputs, specs, text.results) if len(specs) > 1 else None
-        self._plan = _Plan(
+        # All that a call asks, in plain tuples of text, which tracers follow.
+        self._plan = (
             self.expression.replace("\n", "; "),
+            # Tensors that are passed, those that may start with a value that is passed, and those that are written.
             text.inputs,
             tuple(s.output.name for s in text.statements if s.operator != "="),
             text.written,
             text.results,
+            # Whether all are products, whose values autocast casts.
             all(statement.is_product for statement in text.statements),
             tuple(_step(program) for program in self.programs),
+            # Each access, and by axis the index or the entry that has its extent.
             tuple(dict.fromkeys((access.name, tuple(map(_extent_of, access.subscripts))) for access in accesses)),
         )
 
@@ -194,7 +172,7 @@ def _remembered(expression: str, options: Options, facts: NamedFacts = NO_FACTS)
 
 @constant
 def _traced_plan(expression: str, options: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(_remembered(expression, options_of(options))._plan)
+    return _remembered(expression, options_of(options))._plan
 
 
 def _run(
@@ -316,6 +294,11 @@ def _inferred(
 
 
 def _step(program: Program) -> tuple[Any, ...]:
+    """Return of a step of a plan what a call asks.
+
+    That is what it writes; what it reads, and whether without a gradient; its indices; those whose extent no axis of
+    what it reads or writes shows; whether it reads values only to count them; its program as text.
+    """
     statement = program.statement
     names = dict.fromkeys(access.name for access in statement.reads)
     # Nothing is recorded of a tensor of which no derivative is left.

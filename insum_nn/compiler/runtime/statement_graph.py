@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import Sizes
-from insum_nn.compiler.runtime.artifact import Artifact
+from insum_nn.compiler.runtime.artifact import Artifact, Step
 from insum_nn.compiler.runtime.composite.statement_sequence import sharing
 from insum_nn.compiler.runtime.dispatch import Spec, dtype_of, run_plain
 
-__all__ = ["RunStatement", "StatementGraph", "Step"]
+__all__ = ["RunStatement", "StatementGraph"]
 
 # Runs one statement: its tensors, what it adds to, its sizes.
 RunStatement = Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor]
-
-
-class Step(NamedTuple):
-    """One of the statements.
-
-    Attributes:
-        spec: the statement.
-        places: of its tensors among those of a call; -1 - n: what is written as output n.
-        output: the number of the output that it adds to.
-        source: which of the lists of extents of a call has its own.
-        indices: the positions of its extents there.
-    """
-
-    spec: Spec
-    places: tuple[int, ...]
-    output: int
-    source: int
-    indices: tuple[int, ...]
 
 
 class StatementGraph:
@@ -43,12 +25,15 @@ class StatementGraph:
 
     Args:
         steps: the statements.
+        deterministic: a kernel of several statements is to give the same bits at every run.
+        fixed: places of static tables that are the same in every call.
     """
 
-    __slots__ = ("_artifacts", "_read", "_steps")
+    __slots__ = ("_artifacts", "_deterministic", "_fixed", "_read", "_steps")
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[Step], *, deterministic: bool = False, fixed: Collection[int] = ()) -> None:
         self._steps = tuple(steps)
+        self._deterministic, self._fixed = deterministic, fixed
         self._read = tuple(dict.fromkeys(at for step in steps for at in step.places if at >= 0))
         self._artifacts: dict[tuple[torch.dtype, ...], Artifact] = {}
 
@@ -74,33 +59,34 @@ class StatementGraph:
         if run is run_plain and self._read:
             given: list[Any] = list(map(pool.__getitem__, self._read))
             # Whether one kernel of several statements is faster depends on sizes: operators say where it is made.
-            if given[0].is_cpu and (artifact := self._artifact(given)) is not None and not artifact.generated:
+            if given[0].is_cpu and (artifact := self.artifact(given)) is not None and not artifact.generated:
                 found = artifact.run(given, sizes, shapes, None)
                 if found is not None:
                     return found
         # Output n is at -1 - n.
         tensors: list[Any] = [*pool, *[None] * len(shapes)]
-        outer, sharing.made = sharing.made, {} if run is run_plain and len(sizes) > 1 else None
+        outer = sharing.set({} if run is run_plain and len(sizes) > 1 else None)
         try:
             for step, own in zip(self._steps, sizes, strict=True):
                 given = list(map(tensors.__getitem__, step.places))
                 at = -1 - step.output
                 tensors[at] = run(step.spec, given, tensors[at], Extents(own, shapes[step.output]))
         finally:
-            sharing.made = outer
+            sharing.reset(outer)
         return tensors[: -1 - len(shapes) : -1]
 
-    def _artifact(self, given: Sequence[Tensor]) -> Artifact | None:
+    def artifact(self, given: Sequence[Tensor]) -> Artifact | None:
+        """Return what runs all at once on tensors of these dtypes, which are those that the steps read, in order."""
         kind = tuple(map(dtype_of, given))
         found = self._artifacts.get(kind)
         if found is None and len(self._steps) == 1:
             # What runs one statement alone is that of its own calls.
             found = self._steps[0].spec.calls.get((False, *kind))
-            if found is not None:
-                self._artifacts[kind] = found
         elif found is None:
             slot = {place: n for n, place in enumerate(self._read)}
-            places = [tuple(slot.get(at, at) for at in step.places) for step in self._steps]
-            specs, outputs = [step.spec for step in self._steps], [step.output for step in self._steps]
-            found = self._artifacts[kind] = Artifact(specs, places, outputs, given)
+            steps = [step._replace(places=tuple(slot.get(at, at) for at in step.places)) for step in self._steps]
+            order, fixed = self._deterministic, [slot[at] for at in self._fixed]
+            found = Artifact(steps, given, deterministic=order, fixed=fixed)
+        if found is not None:
+            self._artifacts[kind] = found
         return found

@@ -118,7 +118,8 @@ def choose_unrolling(bound: Bound, tables: Mapping[str, StaticTable], most: int 
     places: list[Place] = []
     for values in itertools.product(*ranges):
         place = dict(zip(names, values, strict=True))
-        if any(_missing(access, place, tables) for access in entries):
+        # A missing entry is below 0.
+        if any((entry := _constant(access, place, tables)) is None or entry < 0 for access in entries):
             continue
         if all((_constant(access, place, tables) or 0) != 0 for access in static_factors):
             places.append(place)
@@ -230,12 +231,6 @@ def _values(
         places.append(position)
     entries = np.broadcast_to(table[tuple(np.broadcast_arrays(*places))] if places else table, shape)
     return None if bool((entries < 0).any()) else entries
-
-
-def _missing(access: Access, place: Place, tables: Mapping[str, StaticTable]) -> bool:
-    """Whether a static index tensor has no entry at a place."""
-    entry = _constant(access, place, tables)
-    return entry is None or entry < 0
 
 
 def _position(subscript: Subscript, place: Place, tables: Mapping[str, StaticTable]) -> int | None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from insum_nn.compiler.ir import graph
 from insum_nn.compiler.ir.access import affine_terms, indices_in
@@ -62,8 +62,7 @@ class FormError(Exception):
     """No kernel of the generator's kind computes the statement; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """The matrix product inside a statement: which factors make either side, and the indices of its three axes."""
 
     left: tuple[int, ...]
@@ -174,7 +173,7 @@ class Form:
     @cached_property
     def product(self) -> Product | None:
         """The matrix product with the most work per value read, if there is one."""
-        return self.plan.get(["product"], lambda: _find_product(self), _shown_product, _read_product, _PRODUCT)
+        return self.plan.get(["product"], lambda: _find_product(self), _shown, _read_product, _PRODUCT)
 
     @cached_property
     def accumulators(self) -> int:
@@ -502,8 +501,8 @@ def _weigh(
 _COMBINED, _PRODUCT = (str, int, [str], [str]), [([int], [int], [str], [str], [str])]
 
 
-def _shown_product(product: Product | None) -> Any:
-    return [] if product is None else [[getattr(product, each.name) for each in fields(product)]]
+def _shown(product: Product | None) -> list[Product]:
+    return [] if product is None else [product]
 
 
 def _read_product(value: Any) -> Product | None:

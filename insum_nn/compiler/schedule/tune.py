@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -132,13 +132,17 @@ def choose_schedule(
     if not worth_selecting(extents):
         return Selected(*without_measuring(form, device))
     key = _key_of(form, tables, bucket, tensors[0].device, precision)
-    tuning = _Tuning(form, tensors, extents, initial, precision)
+    # What is tried is not what is decided.
+    tried, given = replace(form, plan=NO_PLAN), [t.detach() for t in tensors]
+
+    def trial(schedule: Schedule) -> _Trial:
+        return _Trial(tried, schedule, given, extents, initial, precision)
 
     def measure() -> Measured[Schedule]:
         schedules = fitting(form, device)[:_MOST]
         if (previous := _decoded(store.find(key))) is not None:
             schedules = list(dict.fromkeys((previous.candidate, *schedules)))
-        measured = _measure(tuning, schedules)
+        measured = _measure(form, trial, schedules)
         if not measured or math.isinf(measured[0].microseconds):
             return Measured(Selected(default_schedule(form), "the default: no candidate ran", measured), None)
         found = Selected(measured[0].candidate, f"the fastest of {len(measured)} measured", measured)
@@ -147,12 +151,12 @@ def choose_schedule(
     def runs(schedule: Schedule) -> bool:
         # Another version of Triton may need more room for the same text than the device has.
         if rehearsing():
-            tuning.trial(schedule).run()
+            trial(schedule).run()
             raise UndecidedError("it is tried when it runs")
         if collecting() is not None:
             # It is compiled now, and tried by the first call.
             return True
-        return not capturing() and tuning.trial(schedule).runs()
+        return not capturing() and trial(schedule).runs()
 
     def rule() -> Selected[Schedule]:
         schedule, reason = without_measuring(form, device)
@@ -160,8 +164,8 @@ def choose_schedule(
             return Selected(schedule, reason)
         # What a program needs is estimated; on a device that was never measured, it is compiled to see.
         order = [schedule, *(each for each in fitting(form, device) if each != schedule)][:_TRIES]
-        tried = next((each for each in order if runs(each)), schedule)
-        return Selected(tried, reason if tried == schedule else f"the next that the device has room for; {reason}")
+        found = next((each for each in order if runs(each)), schedule)
+        return Selected(found, reason if found == schedule else f"the next that the device has room for; {reason}")
 
     task = Task(key, rule, _decode, measure, runs)
     return select_or_tune(task, options, float(math.prod(extents.indices)))
@@ -225,27 +229,13 @@ def _decoded(entry: store.Entry | None) -> Selected[Schedule] | None:
         return None
 
 
-class _Tuning:
-    """The tuning of a form's schedule, on the tensors of a call."""
-
-    def __init__(
-        self, form: Form, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None, precision: Precision
-    ) -> None:
-        # What is tried is not what is decided.
-        self.form = replace(form, plan=NO_PLAN)
-        self.tensors = [t.detach() for t in tensors]
-        self.extents = extents
-        self.initial = initial
-        self.precision: Precision = precision
-
-    def trial(self, schedule: Schedule) -> _Trial:
-        return _Trial(self.form, schedule, self.tensors, self.extents, self.initial, self.precision)
+_Try = Callable[[Schedule], "_Trial"]
 
 
-def _measure(tuning: _Tuning, schedules: Sequence[Schedule]) -> tuple[Measurement[Schedule], ...]:
+def _measure(form: Form, trial: _Try, schedules: Sequence[Schedule]) -> tuple[Measurement[Schedule], ...]:
     """Schedules with their times, the fastest first."""
-    with Progress(f"tuning {shown_statement(tuning.form.bound.statement)}", len(schedules)) as progress:
-        found = _compile(tuning, schedules, progress)
+    with Progress(f"tuning {shown_statement(form.bound.statement)}", len(schedules)) as progress:
+        found = _compile(trial, schedules, progress)
         measured = [(trial.time(5) if fits else math.inf, trial) for trial, fits in found]
         measured.sort(key=lambda pair: pair[0])
         # The first few again: differences among them are small.
@@ -257,7 +247,7 @@ def _measure(tuning: _Tuning, schedules: Sequence[Schedule]) -> tuple[Measuremen
     return tuple(Measurement(trial.schedule, us) for us, trial in (*best, *measured[len(best) :]))
 
 
-def _compile(tuning: _Tuning, schedules: Sequence[Schedule], progress: Progress) -> list[tuple[_Trial, bool]]:
+def _compile(trial: _Try, schedules: Sequence[Schedule], progress: Progress) -> list[tuple[_Trial, bool]]:
     """Return those that are compiled in time, in parallel, and whether the device has room for them.
 
     Nothing is measured before the last one is done: another thread's compiler holds the interpreter for milliseconds.
@@ -267,8 +257,8 @@ def _compile(tuning: _Tuning, schedules: Sequence[Schedule], progress: Progress)
     compiled: dict[Future[bool], _Trial] = {}
     try:
         for schedule in schedules:
-            trial = tuning.trial(schedule)
-            compiled[workers.submit(trial.compile)] = trial
+            tried = trial(schedule)
+            compiled[workers.submit(tried.compile)] = tried
         waiting = set(compiled)
         while waiting and (left := until - time.perf_counter()) > 0:
             done, waiting = wait(waiting, None if math.isinf(left) else left, FIRST_COMPLETED)

@@ -49,7 +49,6 @@ __all__ = ["FusedKernels", "One"]
 T = TypeVar("T")
 # Kernels, and decisions, that are kept.
 _LIMIT = 64
-_UNKNOWN = Extents((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +90,6 @@ class One:
             raise FormError(f"{bound.statement} writes at affine subscripts")
         return One(number, bound, chosen, form, places, tuple([pool[at] for at in places]), extents)
 
-    @property
-    def kind(self) -> Hashable:
-        """Equal for all calls of one kernel."""
-        return self.bound, self.chosen.bound, torch._C._get_float32_matmul_precision()
-
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
@@ -107,6 +101,9 @@ class _Fused:
         order: where each output stands among those of the kernel.
         walk: by which index tensor terms are walked.
         generated: the kernel.
+        places: of its tensors among those of the call.
+        rows: of outputs their numbers, and whose rows they have: the place of a tensor, and its axis.
+        owned: the number of the output whose rows are the walk's own.
     """
 
     statement: Statement
@@ -114,6 +111,51 @@ class _Fused:
     order: tuple[int, ...]
     walk: Walk
     generated: Generated
+    places: tuple[int, ...]
+    rows: tuple[tuple[int, int, int], ...]
+    owned: int | None
+
+    def sizes(self, pool: Sequence[Tensor], shapes: Sequence[Sizes]) -> Extents | None:
+        """The sizes of the kernel's statement; `None`: an output has other rows than it is to have."""
+        for number, at, axis in self.rows:
+            if shapes[number][0] != pool[at].shape[axis]:
+                return None
+        own = None if self.owned is None else shapes[self.owned]
+        return _sizes(self.statement, self.static, self.walk, [pool[at] for at in self.places], own)
+
+    def sizes_of(self, ones: Sequence[One], pool: Sequence[Tensor]) -> Extents:
+        """The same in a call of some statements.
+
+        Raises:
+            FormError: an output has other rows than it is to have.
+        """
+        shapes = dict(sorted((one.number, one.extents.output) for one in ones))
+        extents = self.sizes(pool, [*shapes.values()])
+        if extents is None:
+            raise FormError("an output does not have as many rows as what it is the gradient of")
+        return extents
+
+    def make(self, ones: Sequence[One], pool: Sequence[Tensor]) -> Callable[[], object]:
+        """What makes all outputs of a call."""
+        tensors = [pool[at].detach() for at in self.places]
+        run = self.generated.prepare_all(tensors, self.sizes_of(ones, pool))
+        return lambda: run(tensors)
+
+    def run(self, ones: Sequence[One], pool: Sequence[Tensor]) -> Attempt:
+        """What makes them of any call of this kind."""
+        order, places = self.order, self.places
+        made_by = self.generated.at([pool[at] for at in places], self.sizes_of(ones, pool), None)
+
+        def run(
+            pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
+        ) -> tuple[Tensor, ...] | None:
+            found = self.sizes(pool, shapes)
+            if found is None:
+                return None
+            made = made_by([pool[at] for at in places], (found.indices,), (found.output,), None)
+            return tuple([made[at] for at in order])
+
+        return run
 
 
 class FusedKernels:
@@ -143,25 +185,27 @@ class FusedKernels:
         try:
             found = ones()
             together = self._choose(found, pool)
-            return None if together is None else _Call.of(together, found, pool).run(pool)
+            return None if together is None else together.run(found, pool)
         except FormError as error:
             self.reason = f"one by one: {error}"
             return None
 
     def _choose(self, ones: Sequence[One], pool: Sequence[Tensor]) -> _Fused | None:
-        key = tuple([(one.kind, one.extents.output[1:]) for one in ones])
+        # Equal for all calls of one kernel.
+        kinds = [(one.bound, one.chosen.bound, one.extents.output[1:]) for one in ones]
+        key = (*kinds, torch._C._get_float32_matmul_precision())
         bucket = (key, *[size_bucket(one.extents) for one in ones])
         chosen = self._chosen.get(bucket)
         if chosen is None:
             plan = _plan_of(ones)
-            calls = [partial(self._call, key, walk, plan, ones, pool) for walk in _walks(ones, plan)]
-            chosen = _choose(calls, ones, pool, self.deterministic)
+            makes = [partial(self._kernel, key, walk, plan, ones, pool) for walk in _walks(ones, plan)]
+            chosen = _choose(makes, ones, pool, self.deterministic)
             insert(self._chosen, bucket, chosen, _LIMIT)
         together, self.reason = chosen
         return together
 
-    def _call(self, key: Hashable, walk: Walk, plan: _Plan, ones: Sequence[One], pool: Sequence[Tensor]) -> _Call:
-        """The kernel that walks terms by one index tensor, which is remembered, on the tensors of a call.
+    def _kernel(self, key: Hashable, walk: Walk, plan: _Plan, ones: Sequence[One], pool: Sequence[Tensor]) -> _Fused:
+        """The kernel that walks terms by one index tensor, which is remembered, if it is for the tensors of a call.
 
         Raises:
             FormError: there is none, or not for these tensors.
@@ -170,7 +214,8 @@ class FusedKernels:
         if found is None:
             found = _along(ones, walk, plan, self.options, self.deterministic)
             insert(self._kernels, (key, walk), found, _LIMIT)
-        return _Call.of(found, ones, pool)
+        found.sizes_of(ones, pool)
+        return found
 
 
 def _those_that_fit(makes: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -190,79 +235,6 @@ def _those_that_fit(makes: Iterable[Callable[[], T]]) -> Iterator[T]:
             yield made
     if refused is not None:
         raise refused
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One kernel on the tensors of a kind of call.
-
-    Attributes:
-        together: the kernel.
-        places: of its tensors among those of the call.
-        rows: of outputs their numbers, and whose rows they have: the place of a tensor, and its axis.
-        owned: the number of the output whose rows are the walk's own.
-        extents: the sizes of the first call.
-    """
-
-    together: _Fused
-    places: tuple[int, ...]
-    rows: tuple[tuple[int, int, int], ...]
-    owned: int | None
-    extents: Extents = _UNKNOWN
-
-    @staticmethod
-    def of(together: _Fused, ones: Sequence[One], pool: Sequence[Tensor]) -> _Call:
-        """The kernel on the tensors of a call.
-
-        Raises:
-            FormError: tensors of one name are not the same, or an output has other rows than it is to have.
-        """
-        names = layout_of(together.statement).tensors
-        found: dict[str, int] = {}
-        for one in ones:
-            for name, at in zip(one.bound.layout.tensors, one.places, strict=True):
-                if found.setdefault(name, at) != at and name in names:
-                    raise FormError(f"'{name}' is not the same tensor in all of them")
-        places = tuple([found[name] for name in names])
-        likes = [each.like for each in together.generated.form.additional]
-        rows = tuple([(n, found[likes[at - 1][0]], likes[at - 1][1]) for n, at in enumerate(together.order) if at])
-        owned = together.order.index(0) if 0 in together.order else None
-        shapes = dict(sorted((one.number, one.extents.output) for one in ones))
-        call = _Call(together, places, rows, owned)
-        extents = call.sizes(pool, [*shapes.values()])
-        if extents is None:
-            raise FormError("an output does not have as many rows as what it is the gradient of")
-        return replace(call, extents=extents)
-
-    def sizes(self, pool: Sequence[Tensor], shapes: Sequence[Sizes]) -> Extents | None:
-        """The sizes of the kernel's statement; `None`: an output has other rows than it is to have."""
-        for number, at, axis in self.rows:
-            if shapes[number][0] != pool[at].shape[axis]:
-                return None
-        of, own = self.together, None if self.owned is None else shapes[self.owned]
-        return _sizes(of.statement, of.static, of.walk, [pool[at] for at in self.places], own)
-
-    def make(self, pool: Sequence[Tensor]) -> Callable[[], object]:
-        """What makes all outputs of the first call."""
-        tensors = [pool[at].detach() for at in self.places]
-        run = self.together.generated.prepare_all(tensors, self.extents)
-        return lambda: run(tensors)
-
-    def run(self, pool: Sequence[Tensor]) -> Attempt:
-        """What makes them of any call of this kind."""
-        order, places = self.together.order, self.places
-        made_by = self.together.generated.at([pool[at] for at in places], self.extents, None)
-
-        def run(
-            pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
-        ) -> tuple[Tensor, ...] | None:
-            found = self.sizes(pool, shapes)
-            if found is None:
-                return None
-            made = made_by([pool[at] for at in places], (found.indices,), (found.output,), None)
-            return tuple([made[at] for at in order])
-
-        return run
 
 
 # What is decided for programs together, whatever they call what they share, and the numbers of its names.
@@ -339,6 +311,11 @@ def _along(ones: Sequence[One], walk: Walk, decided: _Plan, options: Options, de
     for one in ones:
         facts |= one.bound.named_facts
     operands = {name: tensors[name] for name in layout_of(statement).tensors}
+    at: dict[str, int] = {}
+    for one in ones:
+        for name, place in zip(one.bound.layout.tensors, one.places, strict=True):
+            if at.setdefault(name, place) != place and name in operands:
+                raise FormError(f"'{name}' is not the same tensor in all of them")
     own = [one for one in ordered if one.number in owned]
     extents = _sizes(statement, static, walk, list(operands.values()), own[0].extents.output if own else None)
     if extents is None:
@@ -354,8 +331,11 @@ def _along(ones: Sequence[One], walk: Walk, decided: _Plan, options: Options, de
     plan = plan.at(walk=[numbers[name] for name in walk])
     form = fused_form(walk, forms, outputs, bound, sizes, extents.output[axis], plan, deterministic=deterministic)
     generated = Generated(bound, sizes, extents.output, {}, options, form=form)
-    places = tuple([order.index(number) + (not owned) for number in range(len(order))])
-    return _Fused(statement, static, places, walk, generated)
+    order = [order.index(number) + (not owned) for number in range(len(order))]
+    likes = [each.like for each in form.additional]
+    rows = tuple([(n, at[likes[own - 1][0]], likes[own - 1][1]) for n, own in enumerate(order) if own])
+    places = tuple([at[name] for name in operands])
+    return _Fused(statement, static, tuple(order), walk, generated, places, rows, order.index(0) if owned else None)
 
 
 def _sizes(
@@ -375,7 +355,7 @@ def _sizes(
 
 
 def _choose(
-    makes: Iterable[Callable[[], _Call]], ones: Sequence[One], pool: Sequence[Tensor], deterministic: bool
+    makes: Iterable[Callable[[], _Fused]], ones: Sequence[One], pool: Sequence[Tensor], deterministic: bool
 ) -> tuple[_Fused | None, str]:
     """Select the fastest kernel, or none where the statements are faster one by one; and say why.
 
@@ -384,46 +364,48 @@ def _choose(
     """
     fitting = _those_that_fit(makes)
     first = next(fitting)
-    generated = first.together.generated
-    if not worth_selecting(first.extents):
+    generated, extents = first.generated, first.sizes_of(ones, pool)
+    if not worth_selecting(extents):
         # Where speed does not matter, the same bits at every run do.
-        def scatters(call: _Call) -> bool:
-            return any(each.scattered for each in call.together.generated.form.additional)
+        def scatters(kernel: _Fused) -> bool:
+            return any(each.scattered for each in kernel.generated.form.additional)
 
         fixed = next(filterfalse(scatters, chain([first], fitting)), first)
-        return fixed.together, "together: what they read is read once"
+        return fixed, "together: what they read is read once"
     # Others are made where one may be faster.
-    calls = cache(lambda: [first, *fitting])
+    kernels = cache(lambda: [first, *fitting])
     # Which kernels there are to select from depends on it; what each of them computes does not.
     algorithm = {**(generated.form.plan.key or {}), "deterministic": deterministic}
     more = {"algorithm": store.digest(algorithm), "precision": generated.precision}
-    bucket = size_bucket(first.extents)
+    bucket = size_bucket(extents)
     key = store.key_of("fusion", generated.form.bound, {}, bucket, pool[0].device, **more)
 
     def decode(value: Mapping[str, Any], origin: str) -> Selected[_Fused | None]:
         times = tuple(math.inf if us is None else float(us) for us in value["times"])
-        if len(times) != len(calls()) + 1 or not all(us > 0 for us in times):
-            raise ValueError(f"{times} are not the times of {len(calls())} kernels and of none")
-        return _fastest(calls(), times)
+        if len(times) != len(kernels()) + 1 or not all(us > 0 for us in times):
+            raise ValueError(f"{times} are not the times of {len(kernels())} kernels and of none")
+        return _fastest(kernels(), times)
 
     def measure() -> Measured[_Fused | None]:
-        times = tuple(time_whole(run) for run in (*(call.make(pool) for call in calls()), _separately(ones)))
-        return Measured(_fastest(calls(), times), {"times": [None if math.isinf(us) else us for us in times]})
+        times = tuple(
+            time_whole(run) for run in (*(kernel.make(ones, pool) for kernel in kernels()), _separately(ones))
+        )
+        return Measured(_fastest(kernels(), times), {"times": [None if math.isinf(us) else us for us in times]})
 
-    rule: Selected[_Fused | None] = Selected(first.together, "together: what they read is read once")
+    rule: Selected[_Fused | None] = Selected(first, "together: what they read is read once")
     task = Task(key, lambda: rule, decode, measure)
     found = select_or_tune(task, generated.options)
     return found.candidate, found.reason
 
 
-def _fastest(calls: Sequence[_Call], times: Sequence[float]) -> Selected[_Fused | None]:
+def _fastest(kernels: Sequence[_Fused], times: Sequence[float]) -> Selected[_Fused | None]:
     """Return the kernel that took the least time; the last time is of the programs one by one."""
-    best = min(range(len(calls)), key=lambda at: times[at])
-    rows = [f"{us:.1f} us by {call.together.walk[0]}" for us, call in zip(times, calls, strict=False)]
+    best = min(range(len(kernels)), key=lambda at: times[at])
+    rows = [f"{us:.1f} us by {kernel.walk[0]}" for us, kernel in zip(times, kernels, strict=False)]
     shown = f"{', '.join(rows)}; one by one {times[-1]:.1f} us"
     if times[-1] <= times[best]:
         return Selected(None, f"one by one: in one kernel {shown}")
-    return Selected(calls[best].together, f"together: in one kernel {shown}")
+    return Selected(kernels[best], f"together: in one kernel {shown}")
 
 
 def _separately(ones: Sequence[One]) -> Callable[[], object]:

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.index_checks import cell_numbers
-from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.cut_products import Clear, Place
 from insum_nn.compiler.schedule.product_cost import Sizes
 
-__all__ = ["SizedClear", "UnreadCells"]
+__all__ = ["UnreadCells"]
 
 Versions = tuple[tuple["weakref.ref[Tensor]", int], ...]
 
 
-class SizedClear:
-    """A `Clear` at the sizes of a call.
+class UnreadCells:
+    """The cells of a `Clear` at the sizes of a call, kept while its index tensors live and are not written to.
 
     Args:
         clear: what is cleared.
@@ -41,7 +40,8 @@ class SizedClear:
         self.labels = tuple(dict.fromkeys(index for place in places for index in place.indices))
         self.sizes = {label: sizes.indices[label] for label in self.labels}
         nested = [access for place in places for s in place.subscripts for access in s.index_accesses()]
-        self.indexed = tuple(dict.fromkeys(a.name for access in nested for a in (access, *access.nested())))
+        self._indexed = tuple(dict.fromkeys(a.name for access in nested for a in (access, *access.nested())))
+        self._cached: tuple[Versions, Tensor | None] | None = None
 
     def unread(self, named: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """True for the cells that no term addresses, in a shape that broadcasts to the tensor's."""
@@ -62,35 +62,23 @@ class SizedClear:
         numbers = cell_numbers(place.access, place.axes, own, named, self.sizes, shape)
         return numbers.reshape([self.sizes[label] if label in own else 1 for label in self.labels])
 
+    def kept(self, named: Mapping[str, Tensor], *, validate: bool) -> Tensor | None:
+        """`unread`, found once for the same index tensors; `None`: there are no such cells.
 
-class UnreadCells:
-    """The cells that no term of a call addresses, kept for as long as its index tensors live and are not written to.
-
-    Args:
-        clear: what is cleared.
-        where: positions of the index tensors among the tensors of a call, by name.
-        options: compile options.
-    """
-
-    def __init__(self, clear: SizedClear, where: Mapping[str, int], options: Options) -> None:
-        self.clear = clear
-        self.where = {name: where[name] for name in clear.indexed}
-        self.validate = options.validate
-        self._cached: tuple[Versions, Tensor | None] | None = None
-
-    def of(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """True for the cells that no term addresses; `None`: there are none."""
-        indexed = [tensors[at] for at in self.where.values()]
-        # `validate=True` means that index tensors may have been written to without a new version.
-        counted = not self.validate and not any(tensor.is_inference() for tensor in indexed)
+        Args:
+            named: the tensors of a call.
+            validate: index tensors may have been written to without a new version.
+        """
+        indexed = [named[name] for name in self._indexed]
+        counted = not validate and not any(tensor.is_inference() for tensor in indexed)
         cached = self._cached
         if cached is not None and counted:
             versions, unread = cached
             if all(ref() is t and version == t._version for (ref, version), t in zip(versions, indexed, strict=True)):
                 return unread
-        device = tensors[0].device
+        device = next(iter(named.values())).device
         with torch.inference_mode(False), torch.no_grad():
-            unread = self.clear.unread(dict(zip(self.where, indexed, strict=True)), device)
+            unread = self.unread(named, device)
         if counted and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             if not bool(unread.any()):
                 unread = None

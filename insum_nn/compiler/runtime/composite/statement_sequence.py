@@ -10,10 +10,11 @@ within a factor of 1.4, on every device and for derivative statements too; nothi
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,14 +32,14 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
 from insum_nn.compiler.passes.split_static_tables import split_static_tables
 from insum_nn.compiler.runtime.backends import choose_backend
-from insum_nn.compiler.runtime.composite.read_cells import SizedClear, UnreadCells
-from insum_nn.compiler.runtime.execution import Executable, executable, generation
+from insum_nn.compiler.runtime.composite.read_cells import UnreadCells
+from insum_nn.compiler.runtime.execution import Executable, Executables, executables_of, generation
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machine_of, multiplies_blocks
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 from insum_nn.locks import cached_property
 
-__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "c_program", "sharing"]
+__all__ = ["Part", "Sequences", "Stage", "StatementSequence", "Tree", "c_program", "run_parts", "sharing"]
 
 Shape = tuple[int, ...]
 
@@ -81,8 +82,8 @@ class Part:
     sizes: Sizes
     writes: str
     static: Tables = ()
-    clears: tuple[SizedClear, ...] = ()
-    unwritten: tuple[SizedClear, ...] = ()
+    clears: tuple[UnreadCells, ...] = ()
+    unwritten: tuple[UnreadCells, ...] = ()
 
     @property
     def extents(self) -> Extents:
@@ -91,7 +92,7 @@ class Part:
 
 
 class Sequences:
-    """Finds the statements that a bound statement is cut into, at any sizes.
+    """Finds what runs a bound statement at any sizes: its program, or those of the statements that it is cut into.
 
     Args:
         bound: the statement.
@@ -108,6 +109,14 @@ class Sequences:
     def cuttable(self) -> bool:
         """Whether it may be cut at some sizes; static tables decide that alone."""
         return not self.static and self.bound.dtype.is_floating_point and bool(cuts_of(self.bound))
+
+    @cached_property
+    def _whole(self) -> Executables:
+        return Executables(self.bound, self.options, self.static)
+
+    def program(self, tensors: Sequence[Tensor], extents: Extents) -> Executable | StatementSequence:
+        """Return what runs it at these sizes."""
+        return self.of(tensors, extents) or self._whole.of(extents)
 
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> StatementSequence | None:
         """Return the statements that it is cut into at these sizes; `None`: it stays whole."""
@@ -132,7 +141,7 @@ class Sequences:
             return None
         named = dict(zip(self.bound.layout.tensors, tensors, strict=True))
         search = self._search(_shapes(self.bound, tensors), extents, named)
-        if tree is None or not search.holds(tree):
+        if tree is None or not _holds(tree, self.bound, search.sizes):
             tree = search.decide()
             if tree is None:
                 return None
@@ -224,8 +233,8 @@ def _both(cut: Cut, bound: Bound, sizes: Sizes, static: Tables = ()) -> tuple[Pa
     }
     inner = replace(sizes, indices=indices, shapes=shapes)
     first, second = _bound(bound, cut, last=False), _bound(bound, cut, last=True)
-    clears = tuple(SizedClear(clear, sizes, output) for clear in cut.clears)
-    unwritten = () if cut.unwritten is None else (SizedClear(cut.unwritten, sizes, output),)
+    clears = tuple(UnreadCells(clear, sizes, output) for clear in cut.clears)
+    unwritten = () if cut.unwritten is None else (UnreadCells(cut.unwritten, sizes, output),)
     tables = {**dict(static), **cut.tables}
     one, other = (
         tuple((name, tables[name]) for name in part.layout.tensors if name in tables) for part in (first, second)
@@ -295,12 +304,6 @@ class _Search:
             tree, _ = self.best(self.bound, self.sizes, self.taken, _DEPTH)
         return tree
 
-    def holds(self, tree: Tree) -> bool:
-        """Whether what was decided at other sizes is right at these."""
-        return tree.cut is None or all(
-            _fits(cut, bound, sizes) for cut, bound, sizes in _cuts(tree, self.bound, self.sizes)
-        )
-
     def best(self, bound: Bound, sizes: Sizes, taken: frozenset[str], depth: int) -> tuple[Tree, Cost]:
         """The cheapest way to compute a statement."""
         whole = self.price(bound, sizes)
@@ -365,14 +368,15 @@ class _Search:
         return tuple((frozenset(labels_of(a)), shares[a.name]) for a in accesses if a.name in shares)
 
 
-def _cuts(tree: Tree, bound: Bound, sizes: Sizes) -> Iterator[tuple[Cut, Bound, Sizes]]:
-    """Every cut of a decision with what is cut; a cut that does not fit comes before those of its parts."""
+def _holds(tree: Tree, bound: Bound, sizes: Sizes) -> bool:
+    """Whether what was decided at other sizes is right at these."""
     if tree.cut is None:
-        return
-    yield tree.cut, bound, sizes
-    for part, inner in zip(_both(tree.cut, bound, sizes), (tree.first, tree.second), strict=True):
-        assert inner is not None
-        yield from _cuts(inner, part.bound, part.sizes)
+        return True
+    # A cut that does not fit has no parts.
+    return _fits(tree.cut, bound, sizes) and all(
+        inner is not None and _holds(inner, part.bound, part.sizes)
+        for part, inner in zip(_both(tree.cut, bound, sizes), (tree.first, tree.second), strict=True)
+    )
 
 
 # Running.
@@ -389,19 +393,15 @@ def c_program(_generation: int, parts: tuple[CPart, ...], indices: tuple[int, ..
     return program
 
 
-class _Sharing(threading.local):
-    """What the statements of a graph made first, for those that begin with the same; `None`: nothing is shared."""
-
-    made: dict[Hashable, tuple[Tensor, Sequence[Tensor]]] | None = None
+# What the statements of a graph made first, for those that begin with the same; `None`: nothing is shared.
+sharing: ContextVar[dict[Hashable, tuple[Tensor, Sequence[Tensor]]] | None] = ContextVar("sharing", default=None)
 
 
-sharing = _Sharing()
-
-
+@dataclass(frozen=True, eq=False)
 class StatementSequence:
     """A statement that runs as several, one after the other.
 
-    Args:
+    Attributes:
         bound: the whole.
         parts: its statements.
         options: compile options.
@@ -411,37 +411,31 @@ class StatementSequence:
         static: these tables.
     """
 
-    def __init__(
-        self,
-        bound: Bound,
-        parts: tuple[Part, ...],
-        options: Options,
-        whole: Cost,
-        cost: Cost,
-        cut: Cut | None = None,
-        static: Tables = (),
-    ) -> None:
-        self.bound = bound
-        self.parts = parts
-        self.options = options
-        self.whole = whole
-        self.cost = cost
-        self.cut, self.static = cut, static
-        self.reason = f"the statement runs as {len(parts)}"
-        parts_in_c = self.in_c(0, range(len(bound.layout.tensors)), 0, 1)
-        # One C function of all parts; library calls serve until it is compiled.
-        counts = (len(bound.layout.indices),), len(bound.layout.tensors)
-        self.program = None if parts_in_c is None else c_program(generation(), parts_in_c, *counts)
+    bound: Bound
+    parts: tuple[Part, ...]
+    options: Options
+    whole: Cost
+    cost: Cost
+    cut: Cut | None = None
+    static: Tables = ()
+
+    @property
+    def reason(self) -> str:
+        return f"the statement runs as {len(self.parts)}"
+
+    @cached_property
+    def program(self) -> CProgram | None:
+        """One C function of all parts, if there is one; library calls serve until it is compiled."""
+        layout = self.bound.layout
+        parts = self.in_c(0, range(len(layout.tensors)), 0, 1)
+        counts = (len(layout.indices),), len(layout.tensors)
+        return None if parts is None else c_program(generation(), parts, *counts)
 
     @cached_property
     def tables(self) -> dict[str, Tensor]:
         """The tables that the cut makes, for library calls."""
         made = {} if self.cut is None else self.cut.tables
         return {name: table.tensor(self.bound.dtype) for name, table in made.items()}
-
-    def __call__(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
-        """Run on tensors in the layout's order."""
-        return self.prepare(tensors, extents, initial)(tensors, initial)
 
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Return what runs the statement on tensors of these shapes."""
@@ -452,26 +446,31 @@ class StatementSequence:
 
     def _staged(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Run:
         """Return what runs the parts one after the other."""
-        *firsts, last = self.stages(tensors, initial)
-        keys = [self._key(stage.part) for stage in firsts]
-        tables = [*self.tables.values()]
+        names, tables, validate = self.bound.layout.tensors, self.tables, self.options.validate
+        runs = [(stage.part, self._shared(stage)) for stage in self.stages(tensors, initial)]
 
         def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            pool = [*tensors, *tables]
+            named = {**dict(zip(names, tensors, strict=True)), **tables}
+            return run_parts(runs, named, initial, validate=validate)
+
+        return run
+
+    def _shared(self, stage: Stage) -> Run:
+        """What runs a part; what another statement of the same graph has made of the same tensors is not made again."""
+        key = self._key(stage.part)
+        if key is None:
+            return stage.run
+
+        def run(operands: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+            made = sharing.get()
             # What a rehearsal makes is zero.
-            made = None if collecting() is not None else sharing.made
-            for stage, key in zip(firsts, keys, strict=True):
-                if made is None or key is None:
-                    stage.ready(pool, None)
-                    continue
-                operands = [pool[at] for at in stage.where]
-                own = (key, *map(id, operands))
-                if own in made:
-                    pool.append(made[own][0])
-                else:
-                    # Operands are kept, so that no other tensor has their identity.
-                    made[own] = stage.ready(pool, None), operands
-            return last.ready(pool, initial)
+            if made is None or collecting() is not None:
+                return stage.run(operands, initial)
+            own = (key, *map(id, operands))
+            if own not in made:
+                # Operands are kept, so that no other tensor has their identity.
+                made[own] = stage.run(operands, initial), operands
+            return made[own][0]
 
         return run
 
@@ -514,92 +513,79 @@ class StatementSequence:
         return tuple(found)
 
     def _key(self, part: Part) -> Hashable | None:
-        """What a part computes of its tensors; `None` where it reads more than tensors of the call."""
-        if part.clears or part.unwritten or not set(self.bound.layout.tensors).issuperset(part.bound.layout.tensors):
+        """What a first part computes of its tensors; `None` where it reads more than tensors of the call."""
+        own = set(self.bound.layout.tensors)
+        if not part.writes or part.clears or part.unwritten or not own.issuperset(part.bound.layout.tensors):
             return None
         written, factors = part.bound.statement.output.subscripts, part.bound.statement.factors
         return tuple(map(str, written)), tuple(map(str, factors)), part.sizes.output, part.bound.drop_outside
 
     def stages(self, tensors: Sequence[Tensor], initial: Tensor | None) -> Iterator[Stage]:
         """The parts with their programs, prepared for tensors of the right shapes."""
-        indexed = {name: at for at, name in enumerate(self.bound.layout.tensors)}
-        place, pool = dict(indexed), [*tensors, *self.tables.values()]
-        place |= {name: at for at, name in enumerate(self.tables, len(tensors))}
+        named = {**dict(zip(self.bound.layout.tensors, tensors, strict=True)), **self.tables}
         for part in self.parts:
-            cleared: list[tuple[int, UnreadCells]] = []
-            for each in part.clears:
-                source = place[each.clear.place.access.name]
-                cleared.append((source, UnreadCells(each, indexed, self.options)))
-                place[each.clear.name] = len(pool)
-                pool.append(pool[source])
-            where = tuple(place[name] for name in part.bound.layout.tensors)
-            unwritten = tuple(UnreadCells(each, indexed, self.options) for each in part.unwritten)
-            last = part is self.parts[-1]
-            yield Stage.of(part, tuple(cleared), unwritten, where, pool, initial if last else None, self.options)
-            place[part.writes] = len(pool)
-            if not last:
-                pool.append(tensors[0].new_empty(part.sizes.output, dtype=self.bound.dtype))
+            named |= {each.clear.name: named[each.clear.place.access.name] for each in part.clears}
+            operands = [named[name] for name in part.bound.layout.tensors]
+            start = None if part.writes or part.unwritten else initial
+            bound = replace(part.bound, has_initial=start is not None)
+            # What one C function is compiled for runs as library calls until then.
+            options = replace(self.options, backend="eager") if part.static else self.options
+            program = executables_of(bound, options, bound.statement.text).of(part.extents)
+            yield Stage(part, program, operands, program.prepare(operands, part.extents, start))
+            if part.writes:
+                named[part.writes] = tensors[0].new_empty(part.sizes.output, dtype=self.bound.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """A part of a sequence with its program.
 
     Attributes:
         part: the statement.
         program: what runs it.
         operands: tensors of the right shapes.
-        where: its tensors among those made so far.
-        ready: runs it on the tensors made so far, and appends what it makes to them.
+        run: runs it on such tensors, and an initial value.
     """
 
     part: Part
     program: Executable
     operands: list[Tensor]
-    where: tuple[int, ...]
-    ready: Callable[[list[Tensor], Tensor | None], Tensor]
+    run: Run
 
-    @staticmethod
-    def of(
-        part: Part,
-        cleared: tuple[tuple[int, UnreadCells], ...],
-        unwritten: tuple[UnreadCells, ...],
-        where: tuple[int, ...],
-        pool: Sequence[Tensor],
-        initial: Tensor | None,
-        options: Options,
-    ) -> Stage:
-        """Prepare a part.
 
-        Args:
-            part: the part.
-            cleared: what is copied with cleared cells before it runs: where it stands, and the cells.
-            unwritten: cells of its output that are cleared; then it starts from nothing, and is added to `initial`.
-            where: its tensors among those made so far.
-            pool: tensors like those made so far.
-            initial: a tensor like the one that it starts from.
-            options: compile options.
-        """
-        operands = [pool[at] for at in where]
-        bound = replace(part.bound, has_initial=False) if unwritten else part.bound
-        initial = None if unwritten else initial
-        # What one C function is compiled for runs as library calls until then.
-        options = replace(options, backend="eager") if part.static else options
-        program = executable(bound, operands, initial, part.extents, options)
-        prepared = program.prepare(operands, part.extents, initial)
+def run_parts(
+    runs: Iterable[tuple[Part, Run]],
+    named: dict[str, Tensor],
+    initial: Tensor | None,
+    *,
+    validate: bool = False,
+    traced: bool = False,
+) -> Tensor:
+    """Compute the parts of a statement, one after the other.
 
-        def ready(pool: list[Tensor], initial: Tensor | None) -> Tensor:
-            for source, cells in cleared:
-                unread = cells.of(pool)
-                pool.append(pool[source] if unread is None else pool[source].masked_fill(unread, 0))
-            result = prepared([pool[at] for at in where], None if unwritten else initial)
-            for cells in unwritten:
-                unread = cells.of(pool)
-                if unread is not None:
-                    result.masked_fill_(unread, 0)
-            if unwritten and initial is not None:
-                result += initial
-            pool.append(result)
-            return result
+    Args:
+        runs: each part, and what runs it on its tensors and an initial value.
+        named: the tensors of the whole and the tables of its parts, by name; what parts make is added.
+        initial: the initial value of the whole.
+        validate: index tensors may have been written to without a new version.
+        traced: torch records what is computed.
+    """
 
-        return Stage(part, program, operands, where, ready)
+    def unread(cells: UnreadCells) -> Tensor | None:
+        return cells.unread(named, result.device) if traced else cells.kept(named, validate=validate)
+
+    result = next(iter(named.values()))
+    for part, run in runs:
+        for each in part.clears:
+            source, cells = named[each.clear.place.access.name], unread(each)
+            named[each.clear.name] = source if cells is None else source.masked_fill(cells, 0)
+        # What is cleared starts from nothing, and the initial value is added.
+        start = None if part.writes or part.unwritten else initial
+        result = run([named[name] for name in part.bound.layout.tensors], start)
+        for each in part.unwritten:
+            if (cells := unread(each)) is not None:
+                result = result.masked_fill(cells, 0) if traced else result.masked_fill_(cells, 0)
+        if part.writes:
+            named[part.writes] = result
+        elif part.unwritten and initial is not None:
+            result = result + initial if traced else result.add_(initial)
+    return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.lang.bind import Bound, Extents, Layout
@@ -11,7 +10,7 @@ from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule.placement import SHARED_MULTIPLE
 
-__all__ = ["FixedExtents", "fix_extents", "is_feature"]
+__all__ = ["FixedExtents"]
 
 # Longest in-group sum that is unrolled; longer ones keep a reduction loop.
 _UNROLL_LIMIT = 32
@@ -19,24 +18,18 @@ _UNROLL_LIMIT = 32
 _WIDTH_LIMIT = 64
 
 
-def fix_extents(
-    bound: Bound,
-    extents: Extents,
-    options: Options,
-    tables: frozenset[str] = frozenset(),
-) -> Bound:
-    """Fix the extents that are properties of a model rather than of its data, and those of 1, which broadcast.
+class FixedExtents:
+    """The extents that are properties of a model rather than of its data, and those of 1, which broadcast.
 
     These are slots of a group, and dense feature axes: axes that no index tensor has and that some tensor carries
     behind its first axis: narrow ones, of which there are few, and multiples of a tile, which a generated kernel takes
     as arguments. Sizes alone decide, so that a call runs the same code whatever ran before. Axes of static tables are
     fixed.
-    """
-    return replace(bound, static=FixedExtents(bound, options, tables).of(extents))
 
-
-class FixedExtents:
-    """The extents that a statement is compiled for, at any sizes; the arguments are those of `fix_extents`.
+    Args:
+        bound: the statement.
+        options: compile options.
+        tables: the names of static tables.
 
     Attributes:
         most: for each index of the layout up to which size it may be fixed, apart from 1, which always is.
@@ -52,7 +45,7 @@ class FixedExtents:
         # For each index whether it is fixed at any size, and up to which size it may be.
         self._indices: list[tuple[str, bool, float]] = []
         for name in layout.indices:
-            of_model = is_feature(layout, name) or _in_written_rows(layout, name)
+            of_model = _is_feature(layout, name) or _in_written_rows(layout, name)
             most = math.inf if of_model else _UNROLL_LIMIT if name in slots else -1
             self._indices.append((name, name in always, most))
         self._indices.sort()
@@ -81,7 +74,7 @@ def _in_written_rows(layout: Layout, index: str) -> bool:
     return index in written and None in written[: written.index(index)]
 
 
-def is_feature(layout: Layout, index: str) -> bool:
+def _is_feature(layout: Layout, index: str) -> bool:
     """Return whether an index is a dense feature axis: of no index tensor, and not the first axis of some tensor."""
     places = layout.plain[layout.indices.index(index)]
     indexed = any(layout.tensors[where] in layout.index_tensors for where, _ in places)

@@ -12,9 +12,9 @@ will be differentiated too, and is rehearsed like that.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from itertools import compress, count
 from typing import Any
 
@@ -68,13 +68,8 @@ class _Context:
         """Nothing: every output gets a gradient."""
 
 
-class _Recorded(threading.local):
-    """Whether this thread rehearses a backward pass that is differentiated."""
-
-    active = False
-
-
-_recorded = _Recorded()
+# Whether a backward pass is rehearsed that is differentiated.
+_recorded: ContextVar[bool] = ContextVar("recorded", default=False)
 
 
 def _learned(tensor: Tensor | None) -> Tensor | None:
@@ -95,14 +90,15 @@ def rehearse_gradients(function: Any, ctx: Any, *results: Tensor) -> None:
         *results: its outputs.
     """
     cold.due = False
-    if _recorded.active:
+    if _recorded.get():
         # A gradient within a rehearsal: what collects there takes the kernels of its own gradients as well.
-        _recorded.active = False
+        _recorded.set(False)
         try:
             with torch.no_grad():
                 _run_backward(function, ctx, results, False)
         finally:
-            _recorded.active = cold.due = True
+            _recorded.set(True)
+            cold.due = True
         return
     if not _may_rehearse(results):
         return
@@ -175,7 +171,8 @@ def _run_backward(function: Any, ctx: Any, results: Sequence[Tensor], recorded: 
         recorded: run the backward passes of what is recorded in it as well.
     """
     needs: tuple[bool, ...] = ctx.needs_input_grad
-    _recorded.active = cold.due = recorded
+    _recorded.set(recorded)
+    cold.due = recorded
     try:
         grads = [each.detach().requires_grad_(recorded) for each in results]
         with torch.set_grad_enabled(recorded):
@@ -186,4 +183,5 @@ def _run_backward(function: Any, ctx: Any, results: Sequence[Tensor], recorded: 
             with suppress(UndecidedError):
                 function.backward(Rehearsed(ctx, [at == place for at in range(len(needs))]), *grads)
     finally:
-        _recorded.active = cold.due = False
+        _recorded.set(False)
+        cold.due = False

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.runtime.steps.gradients_ahead import Rehearsed
 
-__all__ = ["is_inner", "keep_inner", "needed_gradients"]
+__all__ = ["keep_inner", "needed_gradients"]
 
 # Backward passes for which a leaf counts as needed after it was named: torch says that by an exception, which is slower
 # than most kernels.
@@ -34,11 +34,6 @@ def keep_inner(*leaves: Tensor) -> None:
         setattr(leaf, _INNER, True)
 
 
-def is_inner(tensor: Tensor | None) -> bool:
-    """Whether that was said of a tensor."""
-    return hasattr(tensor, _INNER)
-
-
 def needed_gradients(ctx: Any, first: int, operands: int, where: Hashable, *, before: int = 0) -> list[bool]:
     """Tell which gradients of a function's tensors the current backward pass needs, out of those that they may have.
 
@@ -57,7 +52,7 @@ def needed_gradients(ctx: Any, first: int, operands: int, where: Hashable, *, be
         needed = list(ctx.needs_input_grad[first : first + operands])
         if torch.is_grad_enabled():
             return needed
-        return [own and not is_inner(read) for own, read in zip(needed, ctx.saved_tensors, strict=False)]
+        return [own and not hasattr(read, _INNER) for own, read in zip(needed, ctx.saved_tensors, strict=False)]
     recorded = torch.is_grad_enabled()
     # What is recorded must not depend on the passes before.
     traced = torch._C._len_torch_dispatch_stack() > 0

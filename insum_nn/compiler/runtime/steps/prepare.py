@@ -7,11 +7,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from insum_nn.compiler.kernels.ahead import Collection, Compiled, collect, compile_all, default_workers
-from insum_nn.compiler.runtime.steps.step import copied, run_step
+from insum_nn.compiler.runtime.steps.step import copied, own_random_numbers, run_step
 from insum_nn.compiler.tuning.progress import Progress
 from insum_nn.errors import InsumBackendError
 
@@ -98,8 +97,7 @@ def prepare(
     """
     begin = time.perf_counter()
     own, args, kwargs = copied(module, inputs, named)
-    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
-    with collect() as collection, torch.random.fork_rng(devices):
+    with collect() as collection, own_random_numbers():
         run_step(own, args, kwargs, backward, double_backward)
     traced = time.perf_counter() - begin
     del own, args, kwargs

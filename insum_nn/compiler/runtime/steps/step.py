@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import random
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from insum_nn.errors import InsumFormatError
 
-__all__ = ["Step", "copied", "run_step"]
+__all__ = ["Step", "copied", "own_random_numbers", "run_step"]
 
 Step = Callable[..., Any]
 
@@ -35,6 +38,21 @@ def copied(module: Step, inputs: Sequence[Any], named: dict[str, Any]) -> tuple[
             fix="pass a module and tensors that copy.deepcopy takes; detach tensors inside of other objects.",
         ) from error
     return own, args, kwargs
+
+
+@contextmanager
+def own_random_numbers() -> Generator[None]:
+    """Draw random numbers of which the step knows nothing."""
+    numbers: Any = sys.modules.get("numpy.random")
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state, drawn = random.getstate(), numbers and numbers.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+        if numbers:
+            numbers.set_state(drawn)
 
 
 def run_step(module: Step, args: Any, kwargs: Any, backward: bool, double_backward: bool) -> None:

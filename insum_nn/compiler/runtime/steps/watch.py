@@ -5,20 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from insum_nn.locks import new_lock
 
+if TYPE_CHECKING:
+    from insum_nn.compiler.runtime.program import Program
+
 __all__ = ["StatementCall", "statement_calls", "unwatched", "watch"]
-
-
-class _Program(Protocol):
-    @property
-    def expression(self) -> str: ...
-
-    def explain(self, **call: Any) -> Any: ...
 
 
 class StatementCall(NamedTuple):
@@ -31,7 +27,7 @@ class StatementCall(NamedTuple):
         out_shape: the output's, as the call gave it.
     """
 
-    program: _Program
+    program: Program
     tensors: Mapping[str, Tensor]
     sizes: Mapping[str, int] | None
     out_shape: Sequence[int | None] | None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,7 +28,7 @@ from insum_nn.compiler.kernels.background import cold, rehearsals
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.runtime.modes import is_plain_eager, outer_autocast
 from insum_nn.compiler.runtime.steps.gradients_ahead import rehearsal
-from insum_nn.compiler.runtime.steps.step import run_step
+from insum_nn.compiler.runtime.steps.step import own_random_numbers, run_step
 
 __all__ = ["call_step"]
 
@@ -133,7 +132,7 @@ def _rehearsed(called: _Call, recorded: bool) -> tuple[dict[KernelCode, None], b
         torch.set_grad_enabled(recorded),
         outer_autocast("cuda"),
         _nothing_compiled(),
-        _random_numbers_kept(),
+        own_random_numbers(),
         _without_collections(),
     ):
         try:
@@ -184,21 +183,6 @@ def _nothing_compiled() -> AbstractContextManager[object]:
     """Run compiled functions as they are written: a copy of the network would have them compiled once more."""
     # Nothing is compiled yet where nothing has imported Dynamo, which takes seconds.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-@contextmanager
-def _random_numbers_kept() -> Generator[None]:
-    """Draw random numbers of which the step knows nothing."""
-    numbers: Any = sys.modules.get("numpy.random")
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    state, drawn = random.getstate(), numbers and numbers.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(state)
-        if numbers:
-            numbers.set_state(drawn)
 
 
 @contextmanager

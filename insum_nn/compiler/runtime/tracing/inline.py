@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import choose_backend, require_triton
-from insum_nn.compiler.runtime.composite.statement_sequence import Sequences
+from insum_nn.compiler.runtime.composite.statement_sequence import Part, Sequences, run_parts
 from insum_nn.compiler.runtime.dispatch import Spec, broadcast
 from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.runtime.modes import graph_constant, is_functional, may_be_empty, records_graph
@@ -82,23 +83,15 @@ def inline(
     if parts is None:
         return _run(bound, tensors, initial, extents, spec.options, spec.static, row_begins)
     pool = dict(named)
-    for part in parts:
-        for name, table in part.static:
-            if name not in pool:
-                pool[name] = graph_constant(table.tensor(bound.dtype))
-        for each in part.clears:
-            source = pool[each.clear.place.access.name]
-            pool[each.clear.name] = source.masked_fill(each.unread(pool, source.device), 0)
-        last = part is parts[-1]
-        begins = initial if last and not part.unwritten else None
-        own = replace(part.bound, has_initial=begins is not None)
-        result = _run(own, [pool[name] for name in own.layout.tensors], begins, part.extents, spec.options, part.static)
-        for each in part.unwritten:
-            result = result.masked_fill(each.unread(pool, result.device), 0)
-        if last:
-            return result if initial is None or begins is not None else result + initial
-        pool[part.writes] = result
-    raise AssertionError("a sequence has a last part")
+    for name, table in chain.from_iterable(part.static for part in parts):
+        if name not in pool:
+            pool[name] = graph_constant(table.tensor(bound.dtype))
+
+    def run(part: Part, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+        own = replace(part.bound, has_initial=initial is not None)
+        return _run(own, tensors, initial, part.extents, spec.options, part.static)
+
+    return run_parts([(part, partial(run, part)) for part in parts], pool, initial, traced=True)
 
 
 def inline_by_rows(

@@ -26,7 +26,7 @@ from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel
 from insum_nn.compiler.kernels.source import Strides, initial_steps
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.library.fixed_extents import fix_extents
+from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
 from insum_nn.compiler.runtime.modes import exceeds, size_hint
 from insum_nn.compiler.schedule.form import Form, FormError, make_form
 from insum_nn.compiler.schedule.group_by_key import group_by_key
@@ -61,9 +61,9 @@ def inline_kernel(
     likely = Extents(tuple(map(size_hint, extents.indices)), tuple(map(size_hint, extents.output)))
     if 0 in likely.indices or 0 in likely.output:
         return None
-    fixed = fix_extents(bound, likely, options, frozenset(tables))
     steady = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    fixed = replace(fixed, static=tuple((name, size) for name, size in fixed.static if type(steady[name]) is int))
+    static = FixedExtents(bound, options, frozenset(tables)).of(likely)
+    fixed = replace(bound, static=tuple((name, size) for name, size in static if type(steady[name]) is int))
     sizes = dict(zip(fixed.layout.indices, likely.indices, strict=True))
     try:
         form = make_form(fixed, sizes, likely.output, tables, deterministic=False)

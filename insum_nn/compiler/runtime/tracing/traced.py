@@ -44,10 +44,10 @@ def call_operator(
     text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
 ) -> Tensor:
     """Call a program, given as the JSON of its `Spec`, through the operator."""
+    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
     if torch.jit.is_tracing():
         return _call_recorded(text, named, sizes, out_shape)
     shape = out_shape if out_shape is not None else ()
-    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
     return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
         text,
         list(named.keys()),
@@ -72,7 +72,6 @@ def _call_recorded(
         recorded.append(extent)
         return [len(recorded) - 1]
 
-    named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
     shape = None if out_shape is None else [size(extent) for extent in out_shape]
     call = {"names": list(named), "sizes": {name: size(extent) for name, extent in sizes.items()}, "shape": shape}
     arguments = json.dumps(call), list(named.values()), recorded
