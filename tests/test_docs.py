@@ -10,7 +10,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -43,7 +42,6 @@ TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (torch.cuda.is_available, "needs a CUDA device"),
     "torchrun": (lambda: "LOCAL_RANK" in os.environ, "runs in processes that torchrun started"),
-    "nequip": (lambda: find_spec("nequip") is not None, "extends the package nequip"),
     "mace": (lambda: False, "needs the package mace-torch, whose own imports warn"),
     "time": (lambda: False, "compiles C++ for a minute or more"),
 }

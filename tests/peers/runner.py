@@ -26,7 +26,7 @@ LONGEST = 900
 
 
 def read_skips(path: Path) -> dict[str, str]:
-    """Tests to skip (`file.py::test`, up to a parameter list, or a whole file), with the reason of each."""
+    """Tests to skip (`file.py::test`, to a parameter list or its first dash, or a file), with the reason of each."""
     found: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.strip() and not line.startswith("#"):
@@ -85,8 +85,8 @@ class Substitution(ABC):
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
-            plain = item.nodeid.split("[")[0]
-            names = {item.nodeid, plain, plain.split("::")[0]}
+            plain, _, parameters = item.nodeid.partition("[")
+            names = {item.nodeid, plain, plain.split("::")[0], f"{plain}[{parameters.split('-')[0]}"}
             for name, reason in self.skips.items():
                 if any(own == name or own.endswith(f"/{name}") for own in names):
                     item.add_marker(pytest.mark.skip(reason=reason))

@@ -149,10 +149,14 @@ _RATES = {
 }
 
 
+# The side of a block from which it is large.
+_LARGE = 64
+
+
 def of_block(device_type: str, width: int, side: int) -> float:
     """Multiplications of a dense product that take as long as one by a weight of a block, of so many bytes."""
     rates = _RATES[device_type, width <= 2]
-    return rates.block * (1 + rates.side / side)
+    return rates.block * (1 + rates.side / min(side, _LARGE))
 
 
 def dense_from(

@@ -27,6 +27,7 @@ with torch.serialization.safe_globals([slice]):
 
 __all__ = [
     "E3NN_IN_GRAPHS",
+    "E3nnLayer",
     "ProductLayer",
     "WeightedLayer",
     "adopt",
@@ -44,6 +45,20 @@ M = TypeVar("M", bound=torch.nn.Module)
 E3NN_IN_GRAPHS = "e3nn's own code in graphs that torch records, and under autocast"
 
 
+class E3nnLayer(StatementLayer):
+    """A layer that subclasses one of e3nn, which is what TorchScript compiles: there is no Python where scripts run."""
+
+    if TYPE_CHECKING:
+        __call__: Callable[..., Tensor]
+
+    def _peer(self) -> Any:
+        return next(kind for kind in type(self).__mro__ if kind.__module__.startswith("e3nn."))
+
+    def __prepare_scriptable__(self) -> Any:
+        """Return e3nn's own layer, of the same parameters."""
+        return with_attributes(object.__new__(self._peer()), self)
+
+
 class ProductLayer(StatementLayer):
     """A layer whose statements are those of tensor products, and follow its compile options.
 
@@ -51,7 +66,7 @@ class ProductLayer(StatementLayer):
     """
 
     if TYPE_CHECKING:
-        # TorchScript is to read e3nn's annotations.
+        # TorchScript reads the annotations of a convolution.
         _options: Options
         __call__: Callable[..., Tensor]
 
@@ -70,9 +85,7 @@ class ProductLayer(StatementLayer):
         in_one_step = tuple(text for spec in self._specs() for text in expressions(spec, staged=False))
         return {} if in_one_step == self._statements() else {"for very many samples": in_one_step}
 
-    # TorchScript compiles properties unless told otherwise.
     @property
-    @torch.jit.unused
     def options(self) -> Options:
         """Compile options; the statements follow them."""
         return self._options
@@ -86,7 +99,7 @@ class ProductLayer(StatementLayer):
         raise NotImplementedError
 
 
-class WeightedLayer(ProductLayer):
+class WeightedLayer(ProductLayer, E3nnLayer):
     """One with weights of its own, under e3nn's names."""
 
     @torch.no_grad()

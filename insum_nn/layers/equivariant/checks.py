@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from insum_nn.ops.tensor_product_checks import check_kinds
 __all__ = [
     "InputError",
     "check_inputs",
-    "check_variances",
     "check_weights",
     "fits_plainly",
 ]
@@ -25,18 +24,6 @@ __all__ = [
 
 class InputError(InsumShapeError, AssertionError, RuntimeError):
     """An input does not fit the module; also the two errors that e3nn and OpenEquivariance raise here."""
-
-
-def check_variances(variances: Mapping[str, tuple[Sequence[float] | Tensor | None, Any]]) -> None:
-    """Raise unless there is a variance for each entry of its representation, or none is given."""
-    for name, (given, irreps) in variances.items():
-        if given is not None and len(given) != len(irreps):
-            raise InputError(
-                f"{name} has {len(given)} variances for {len(irreps)} entries of the representation",
-                fix="give one for each entry.",
-                expected=len(irreps),
-                got=len(given),
-            )
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -103,20 +90,8 @@ def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
     raise_collected(faults)
 
 
-def check_weights(module: Any, weight: Tensor | list[Tensor] | None) -> Tensor | None:
-    """Check the weights that were passed to a tensor product, as one tensor; `None`: those that it holds."""
-    if isinstance(weight, list):
-        batch = () if module.shared_weights else (-1,)
-        shapes = [ins.path_shape for ins in module.instructions if ins.has_weight]
-        if len(weight) != len(shapes):
-            raise InputError(
-                f"got {len(weight)} weights for {len(shapes)} paths with weights",
-                fix="pass one tensor for each instruction with weights, in their order.",
-                expected=len(shapes),
-                got=len(weight),
-            )
-        numbers = [torch.Size(shape).numel() for shape in shapes]
-        weight = torch.cat([w.reshape(*batch, n) for w, n in zip(weight, numbers, strict=True)], -1)
+def check_weights(module: Any, weight: Tensor | None) -> Tensor | None:
+    """Check the weights that were passed to a tensor product; `None`: those that it holds."""
     if weight is None:
         if module.weight_numel > 0 and not module.internal_weights:
             raise InputError(

@@ -1,7 +1,7 @@
-"""The constants in the state dict of e3nn's tensor products, so that checkpoints go both ways.
+"""The code that e3nn generates for its tensor products, where it is needed: in TorchScript, and for the state dict.
 
-e3nn keeps a dense block of coefficients for each triple of degrees that its generated code reads. The static tables
-replace these constants; they are written into a state dict and ignored when one is read.
+e3nn keeps a dense block of coefficients for each triple of degrees that this code reads. The static tables replace
+these constants; they are written into a state dict and ignored when one is read, so that checkpoints go both ways.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from insum_nn.layers.equivariant.adoption import o3
 
-__all__ = ["add_constants", "did_compile_right", "drop_constants"]
+__all__ = ["add_constants", "did_compile_right", "drop_constants", "generate_code"]
 
 _codegen = o3._tensor_product._codegen
 _LEFT_RIGHT = "_compiled_main_left_right."
@@ -49,12 +50,35 @@ def add_constants(module: Any, state: dict[str, Any], prefix: str) -> None:
 
 def _names(module: Any, part: str) -> list[str]:
     """Return the names of the constants that a part of e3nn's generated code reads, in its order."""
+    code = _code(module, part)
+    return [] if code is None else [part + name for name, _ in code.named_buffers()]
+
+
+def _code(module: Any, part: str) -> Any:
+    """Return a part of e3nn's code; `None`: e3nn has no `right` of modes with pairs."""
     generate = getattr(_codegen, f"codegen_tensor_product_{part.partition('main_')[2].rstrip('.')}")
     irreps = (module.irreps_in1, module.irreps_in2, module.irreps_out)
     try:
         with torch.device("cpu"):
-            code = generate(*irreps, module.instructions, module.shared_weights, module._specialized_code, False)
+            return generate(*irreps, module.instructions, module.shared_weights, module._specialized_code, False)
     except NotImplementedError:
-        # e3nn has no `right` of modes with pairs.
-        return []
-    return [part + name for name, _ in code.named_buffers()]
+        return None
+
+
+class _NoRight(torch.nn.Module):
+    def forward(self, y: Tensor, weight: Tensor) -> Tensor:
+        torch._assert(False, "e3nn has no `right` of modes with pairs")
+        return y
+
+
+def generate_code(module: Any) -> None:
+    """Give a module of e3nn with the attributes of ours the code that it runs, its constants in full precision."""
+    codes = {part.rstrip("."): _code(module, part) for part in (_LEFT_RIGHT, _RIGHT)}
+    module._codegen_register({name: code.to(module.output_mask) for name, code in codes.items() if code is not None})
+    module._did_compile_right = hasattr(module, "_compiled_main_right")
+    if not module._did_compile_right:
+        module._compiled_main_right = _NoRight()
+    module._constants = [name for name, _ in module.named_buffers() if "." in name]
+    constants: dict[str, Any] = {}
+    add_constants(module, constants, "")
+    module.load_state_dict(constants, strict=False)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import adopt, e3nn_nn, runs_directly
+from insum_nn.layers.equivariant.adoption import E3nnLayer, adopt, e3nn_nn, runs_directly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
-from insum_nn.layers.statement_layer import StatementLayer, renamed
 
 __all__ = ["Gate"]
 
@@ -21,7 +19,7 @@ Irreps = Any
 _SCALARS, _GATES, _GATED = range(3)
 
 
-class Gate(StatementLayer, e3nn_nn.Gate):
+class Gate(E3nnLayer, e3nn_nn.Gate):
     """Apply activations to scalars, and multiply the rest by activated scalars: `e3nn.nn.Gate`.
 
     The input is split into ranges of columns, and each activation is called once for neighbouring columns, so no
@@ -41,13 +39,6 @@ class Gate(StatementLayer, e3nn_nn.Gate):
     >>> gate(torch.randn(5, 144)).shape
     torch.Size([5, 112])
     """
-
-    if TYPE_CHECKING:
-        # TorchScript is to read e3nn's annotations.
-        __call__: Callable[..., Tensor]
-    # TorchScript compiles properties unless told otherwise.
-    __jit_unused_properties__ = ["irreps_in", "irreps_out", "options"]  # noqa: RUF012 - its form is torch's
-    forward_of_e3nn = renamed(e3nn_nn.Gate.forward, "forward_of_e3nn")
 
     def __init__(
         self,
@@ -108,7 +99,6 @@ class Gate(StatementLayer, e3nn_nn.Gate):
         _, gates, gated = self.sc(features)
         return self.mul.explain(gated, self.act_gates(gates), **how)
 
-    @torch.jit.unused
     def _gated(self, features: Tensor) -> Tensor | None:
         """Return the output without a copy of the input; `None`: e3nn's code is to run."""
         if not runs_directly(features, self._columns):
@@ -134,11 +124,8 @@ class Gate(StatementLayer, e3nn_nn.Gate):
         Returns:
             (..., irreps_out.dim).
         """
-        if not torch.jit.is_scripting():
-            made = self._gated(features)
-            if made is not None:
-                return made
-        return self.forward_of_e3nn(features)  # type: ignore[no-any-return]
+        made = self._gated(features)
+        return e3nn_nn.Gate.forward(self, features) if made is None else made  # type: ignore[no-any-return]
 
 
 def _together(parts: list[Tensor]) -> Tensor:

@@ -13,13 +13,12 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.faults import check_choice
 from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, WeightedLayer, adopt, o3, runs_directly
 from insum_nn.layers.equivariant.checks import InputError
-from insum_nn.layers.statement_layer import renamed
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.ops.tensor_product_spec import LAYOUTS
 from insum_nn.structure.irreps import Entry, Path, entries_of
 from insum_nn.structure.transfers import constant
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "axes_of", "turned"]
 
 Irreps = Any
 
@@ -51,8 +50,6 @@ class Linear(WeightedLayer, o3.Linear):
     torch.Size([5, 26])
     """
 
-    forward_of_e3nn = renamed(o3.Linear.forward, "forward_of_e3nn")
-
     def __init__(
         self,
         irreps_in: Irreps,
@@ -70,10 +67,9 @@ class Linear(WeightedLayer, o3.Linear):
         check_choice("layout_in", layout_in, LAYOUTS, InputError)
         check_choice("layout_out", layout_out, LAYOUTS, InputError)
         self.layout_in, self.layout_out = layout_in, layout_out
-        # Of entries that are in another order than e3nn's code reads and writes. TorchScript infers the type of a list
-        # from what is in it, so none is empty.
-        self._turned_in = [(0, 0), *((e.size, e.mul) for e in entries_of(self.irreps_in) if layout_in != "mul_ir")]
-        self._turned_out = [(0, 0), *((e.mul, e.size) for e in entries_of(self.irreps_out) if layout_out != "mul_ir")]
+        # Of entries that are in another order than e3nn's code reads and writes.
+        self._turned_in = axes_of(self.irreps_in, layout_in)
+        self._turned_out = [(mul, size) for size, mul in axes_of(self.irreps_out, layout_out)]
         self.options = options
 
     def _write_statements(self) -> None:
@@ -89,7 +85,6 @@ class Linear(WeightedLayer, o3.Linear):
         return len(used) > 1 or any(self.irreps_out[i.i_out].ir.l for i in used)
 
     @property
-    @torch.jit.unused
     def spec(self) -> TensorProductSpec:
         """The tensor product with the scalar 1 that it is."""
         in1, paths = self._paths()
@@ -157,7 +152,6 @@ class Linear(WeightedLayer, o3.Linear):
         one = features.new_ones(features.shape[0], 1)
         return explain_tensor_product(self.spec, features, one, self.weight if weight is None else weight, **how)
 
-    @torch.jit.unused
     def _multiplied(self, features: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
         """Return the output by statements; `None`: e3nn's code is to run."""
         w: Tensor = self.weight if weight is None else weight
@@ -201,18 +195,42 @@ class Linear(WeightedLayer, o3.Linear):
         Returns:
             (..., irreps_out.dim).
         """
-        if not torch.jit.is_scripting():
-            made = self._multiplied(features, weight, bias)
-            if made is not None:
-                return made
-        if len(self._turned_in) > 1:
-            features = _turned(features, self._turned_in)
-        result = self.forward_of_e3nn(features, weight, bias)
-        return _turned(result, self._turned_out) if len(self._turned_out) > 1 else result
+        made = self._multiplied(features, weight, bias)
+        if made is not None:
+            return made
+        result = o3.Linear.forward(self, turned(features, self._turned_in), weight, bias)
+        return turned(result, self._turned_out)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Return e3nn's own layer, between changes of the order of its columns."""
+        plain = super().__prepare_scriptable__()
+        return (
+            plain
+            if self.layout_in == self.layout_out == "mul_ir"
+            else _Turned(plain, self._turned_in, self._turned_out)
+        )
 
 
-def _turned(features: Tensor, entries: list[tuple[int, int]]) -> Tensor:
+class _Turned(torch.nn.Module):
+    """A linear map between changes of the order of columns, for TorchScript."""
+
+    def __init__(self, inner: Any, before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.inner, self.before, self.after = inner, before, after
+
+    def forward(self, features: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return turned(self.inner(turned(features, self.before), weight, bias), self.after)
+
+
+def axes_of(irreps: Irreps, layout: str) -> list[tuple[int, int]]:
+    """Return the axes of each entry in a layout, for `turned`; TorchScript infers a list's type from what is in it."""
+    return [(0, 0), *((e.size, e.mul) for e in entries_of(irreps) if layout != "mul_ir")]
+
+
+def turned(features: Tensor, entries: list[tuple[int, int]]) -> Tensor:
     """Return features with the axes of each entry exchanged, by views, since constants would be a part of the state."""
+    if len(entries) < 2:
+        return features
     pieces: list[Tensor] = []
     start = 0
     for rows, columns in entries:

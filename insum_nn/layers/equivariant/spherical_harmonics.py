@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, ProductLayer, adopt, o3, runs_directly
-from insum_nn.layers.statement_layer import renamed
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, E3nnLayer, ProductLayer, adopt, o3, runs_directly
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path
@@ -20,7 +19,7 @@ __all__ = ["SphericalHarmonics"]
 Irreps = Any
 
 
-class SphericalHarmonics(ProductLayer, o3.SphericalHarmonics):
+class SphericalHarmonics(ProductLayer, E3nnLayer, o3.SphericalHarmonics):
     """Spherical harmonics of vectors: `e3nn.o3.SphericalHarmonics`.
 
         Y[z,K[p]] += CG[p] * Y'[z,I[p]] * X[z,J[p]]
@@ -42,8 +41,6 @@ class SphericalHarmonics(ProductLayer, o3.SphericalHarmonics):
     >>> harmonics(torch.randn(5, 3)).square().sum(1)
     tensor([9.0000, 9.0000, 9.0000, 9.0000, 9.0000])
     """
-
-    forward_of_e3nn = renamed(o3.SphericalHarmonics.forward, "forward_of_e3nn")
 
     def __init__(
         self,
@@ -102,7 +99,6 @@ class SphericalHarmonics(ProductLayer, o3.SphericalHarmonics):
         below = x if statement == 0 else self._degrees(x)[statement + 1]
         return explain_tensor_product(self._specs()[statement], below, x, x.new_empty(0), **how)
 
-    @torch.jit.unused
     def _harmonics(self, x: Tensor) -> Tensor | None:
         """Return the output by statements; `None`: e3nn's code is to run."""
         if not runs_directly(x, 3):
@@ -135,8 +131,5 @@ class SphericalHarmonics(ProductLayer, o3.SphericalHarmonics):
         Returns:
             (..., irreps_out.dim).
         """
-        if not torch.jit.is_scripting():
-            made = self._harmonics(x)
-            if made is not None:
-                return made
-        return self.forward_of_e3nn(x)  # type: ignore[no-any-return]
+        made = self._harmonics(x)
+        return o3.SphericalHarmonics.forward(self, x) if made is None else made  # type: ignore[no-any-return]

@@ -11,8 +11,8 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.faults import check_choice
 from insum_nn.layers.equivariant.adoption import WeightedLayer, adopt, o3
-from insum_nn.layers.equivariant.checks import InputError, check_inputs, check_variances, check_weights, fits_plainly
-from insum_nn.layers.equivariant.constants import add_constants, did_compile_right, drop_constants
+from insum_nn.layers.equivariant.checks import InputError, check_inputs, check_weights, fits_plainly
+from insum_nn.layers.equivariant.constants import add_constants, did_compile_right, drop_constants, generate_code
 from insum_nn.ops.statements import to_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, tensor_product_right
 from insum_nn.structure.clebsch_gordan import nonzeros
@@ -45,6 +45,7 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
     for those of a module. `p` counts the Clebsch-Gordan coefficients that are not zero; they are static, as are the
     tables of cells and of weights. On a CPU the compiler rewrites such a statement as dense products, path by path
     where one input has single copies, of pairs of rows where both have the same; `explain` shows them.
+    TorchScript compiles e3nn's own layer, with the same parameters.
 
     Source: Geiger and Smidt, e3nn (2022), section 4.
 
@@ -106,7 +107,6 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         for_irreps, for_paths = normalization or irrep_normalization or "component", path_normalization or "element"
         check_choice("irrep_normalization", for_irreps, ("component", "norm", "none"), InputError)
         check_choice("path_normalization", for_paths, ("element", "path", "none"), InputError)
-        check_variances({"in1_var": (in1_var, in1), "in2_var": (in2_var, in2), "out_var": (out_var, out)})
         if internal_weights and shared_weights is False:
             raise InputError(
                 "internal_weights=True needs shared_weights=True",
@@ -161,7 +161,6 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         self._profiling_str: str = o3.TensorProduct.__repr__(self)
 
     @property
-    @torch.jit.unused
     def spec(self) -> TensorProductSpec:
         """Representations and normalised paths, without numbers."""
         return TensorProductSpec(*self._entries(), self._paths(), self.shared_weights, options=self.options)
@@ -218,10 +217,9 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
 
     # Weights.
 
-    @torch.jit.unused
     def _prep_weights_python(self, weight: Tensor | list[Tensor] | None) -> Tensor | None:
-        # Called by e3nn's `_get_weights`.
-        return check_weights(self, weight)
+        # Called by e3nn's `_get_weights`; its own joins lists.
+        return check_weights(self, super()._prep_weights_python(weight))
 
     def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
         """Return the weights of one instruction, as a view of `weight` or of the module's own.
@@ -237,15 +235,19 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
                 return view  # type: ignore[no-any-return]
         raise ValueError(f"Instruction {instruction} has no weights.")
 
-    # Evaluation. What follows is also compiled by TorchScript, which knows neither our errors nor f-strings.
+    # Evaluation.
 
-    @torch.jit.unused
+    def __prepare_scriptable__(self) -> Any:
+        """Return e3nn's own layer, with the code that it generates."""
+        plain = super().__prepare_scriptable__()
+        generate_code(plain)
+        return plain
+
     def _prepared(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not torch.jit.is_tracing():
             check_inputs(self, x, y, weight)
         return to_autocast(x), to_autocast(y), to_autocast(weight)
 
-    @torch.jit.unused
     def _is_plain(self, x: Tensor, y: Tensor, weight: Tensor | None) -> bool:
         """Return whether inputs need no checks, casts or broadcasting."""
         if weight is None:
@@ -267,7 +269,7 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
 
     def _flat(self, tensor: Tensor, batch: list[int]) -> Tensor:
         """Return a tensor as a matrix, a row for each sample of the batch."""
-        return tensor.expand([1] + batch + [tensor.shape[-1]]).flatten(0, -2)  # noqa: RUF005 - TorchScript
+        return tensor.expand(1, *batch, tensor.shape[-1]).flatten(0, -2)
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """Multiply `x` by `y`.
@@ -281,17 +283,9 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         Returns:
             (..., irreps_out.dim).
         """
-        return self._multiply(x, y, weight)
-
-    def _multiply(self, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
-        if not torch.jit.is_scripting():
-            if self._is_plain(x, y, weight):
-                return checked_product(self._text, x, y, self.weight if weight is None else weight)
-        w = self._get_weights(weight)
-        if not torch.jit.is_scripting():
-            x, y, w = self._prepared(x, y, w)
-        torch._assert(x.shape[-1] == self._in1_dim, "Incorrect last dimension for x")
-        torch._assert(y.shape[-1] == self._in2_dim, "Incorrect last dimension for y")
+        if self._is_plain(x, y, weight):
+            return checked_product(self._text, x, y, self.weight if weight is None else weight)
+        x, y, w = self._prepared(x, y, self._get_weights(weight))
         batch = self._batch(x, y, w)
         x, y, text = self._flat(x, batch), self._flat(y, batch), self._text
         if not self.shared_weights:
@@ -301,13 +295,8 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
                 text = self._text_shared
             else:
                 w = self._flat(w, batch)
-        if torch.jit.is_scripting():
-            z = torch.ops.insum_nn.tensor_product(text, "z", x, y, w, None, None, x.shape[0], x.shape[0])
-        else:
-            z = checked_product(text, x, y, w)
-        return z.reshape(batch + [self._out_dim])  # noqa: RUF005 - TorchScript
+        return checked_product(text, x, y, w).reshape(*batch, self._out_dim)
 
-    @torch.jit.export
     def right(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """Multiply by `y` what is still to come: a matrix that takes any `x` to the tensor product with `y`.
 
@@ -318,19 +307,12 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         Returns:
             (..., irreps_in1.dim, irreps_out.dim), for `torch.einsum("...i,...ik->...k", x, right)`.
         """
-        w = self._get_weights(weight)
-        if not torch.jit.is_scripting():
-            _, y, w = self._prepared(y.new_zeros([self._in1_dim]), y, w)
-        torch._assert(y.shape[-1] == self._in2_dim, "Incorrect last dimension for y")
+        _, y, w = self._prepared(y.new_zeros(self._in1_dim), y, self._get_weights(weight))
         batch = self._batch(y, y, w)
         y = self._flat(y, batch)
         if not self.shared_weights:
             w = self._flat(w, batch)
-        if torch.jit.is_scripting():
-            b = torch.ops.insum_nn.tensor_product_right(self._text, y, w)
-        else:
-            b = tensor_product_right(self._text, y, w)
-        return b.reshape(batch + [self._in1_dim, self._out_dim])  # noqa: RUF005
+        return tensor_product_right(self._text, y, w).reshape(*batch, self._in1_dim, self._out_dim)
 
 
 # e3nn's own constructors write the instructions; the next class in line is ours.
@@ -379,6 +361,13 @@ class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
         ) -> None: ...
 
 
+class _Square(o3.TensorProduct):
+    """What TorchScript takes, and not e3nn's, which calls the `forward` of its base."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return self._compiled_main_left_right(x, x, self._get_weights(weight))  # type: ignore[no-any-return]
+
+
 class TensorSquare(o3.TensorSquare, TensorProduct):
     """The product of a representation with itself, each pair of copies once.
 
@@ -393,9 +382,12 @@ class TensorSquare(o3.TensorSquare, TensorProduct):
             self, irreps_in: Irreps, irreps_out: Irreps = None, filter_ir_out: Any = None, **kwargs: Any
         ) -> None: ...
 
+    def _peer(self) -> Any:
+        return _Square
+
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Multiply `x` by itself; see `TensorProduct.forward`. TorchScript takes it, and not e3nn's."""
-        return self._multiply(x, x, weight)
+        """Multiply `x` by itself; see `TensorProduct.forward`."""
+        return TensorProduct.forward(self, x, x, weight)
 
     def __repr__(self) -> str:
         return self._shown(o3.TensorSquare.__repr__(self))

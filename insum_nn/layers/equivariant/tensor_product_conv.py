@@ -15,8 +15,9 @@ from insum_nn.errors import raise_collected
 from insum_nn.faults import Faults
 from insum_nn.layers.equivariant.adoption import ProductLayer
 from insum_nn.layers.equivariant.checks import InputError, fits_plainly
+from insum_nn.layers.equivariant.linear import axes_of, turned
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
-from insum_nn.layers.statement_layer import renamed
+from insum_nn.layers.statement_layer import renamed, with_attributes
 from insum_nn.ops.statements import to_autocast, under_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
 from insum_nn.ops.tensor_product_checks import check_ends, check_kinds, check_shapes
@@ -63,7 +64,7 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
     """
 
     # TorchScript compiles properties unless told otherwise.
-    __jit_unused_properties__ = ["spec", "deterministic", "weight_numel", "irreps_out"]  # noqa: RUF012
+    __jit_unused_properties__ = ["spec", "deterministic", "weight_numel", "irreps_out", "options"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -105,6 +106,9 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
 
     def _write_statements(self) -> None:
         self._text: str = self.spec.to_json()
+        product = self.tensor_product
+        parts = [axes_of(part, self.layout) for part in (product.irreps_in1, product.irreps_in2, product.irreps_out)]
+        self._turned = [*parts[:2], [(mul, size) for size, mul in parts[2]]]
 
     @property
     def spec(self) -> TensorProductSpec:
@@ -180,18 +184,16 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
         """
         if not torch.jit.is_scripting():
             return self._convolve(X, Y, W, rows, cols, sender_perm, num_nodes)
-        # What TorchScript compiles, which knows neither our errors nor autocast.
-        weight = self.tensor_product._get_weights(W)
-        torch._assert(X.shape[-1] == self.tensor_product._in1_dim, "Incorrect last dimension for X")
-        torch._assert(Y.shape[-1] == self.tensor_product._in2_dim, "Incorrect last dimension for Y")
-        torch._assert(rows.shape[0] == Y.shape[0], "rows must have one entry for each edge")
-        torch._assert(cols.shape[0] == Y.shape[0], "cols must have one entry for each edge")
-        if not self.tensor_product.shared_weights and weight.shape[0] == 1:
-            weight = weight.expand(Y.shape[0], weight.shape[1])
+        # What TorchScript compiles, with e3nn's own product.
+        torch._assert(rows.shape[0] == Y.shape[0] and cols.shape[0] == Y.shape[0], "rows and cols must fit Y")
+        x, y = turned(X, self._turned[0]).index_select(0, cols), turned(Y, self._turned[1])
+        messages = turned(self.tensor_product(x, y, W), self._turned[2])
         nodes = X.shape[0] if num_nodes is None else num_nodes
-        return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
-            self._text, "z", X, Y, weight, rows, cols, X.shape[0], nodes
-        )
+        return messages.new_zeros([nodes, messages.shape[1]]).index_add(0, rows, messages)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Return a copy, for TorchScript replaces the modules in what it compiles."""
+        return with_attributes(object.__new__(type(self)), self)
 
     # For a subclass whose `forward` takes other arguments.
     _called = renamed(forward, "_called")
