@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from insum_nn.layers.graph.convolutions import *
     from insum_nn.layers.graph.gcn_conv import GCNConv
     from insum_nn.layers.graph.weighted import *
+    from insum_nn.layers.grouped_linear import GroupedLinear
     from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear, SparseLinear
     from insum_nn.layers.pruned.pruned_conv import PrunedConv1d, PrunedConv2d, PrunedConv3d
     from insum_nn.layers.voxel.conv import SparseConv3d, SparseConvTranspose3d, SparseInverseConv3d, SubMConv3d
@@ -36,13 +37,14 @@ __all__ += ["TensorSquare"]
 __all__ += ["APPNP", "ChebConv", "GATConv", "GATv2Conv", "GCNConv", "GINConv", "GINEConv", "GatedGraphConv"]
 __all__ += ["GraphConv", "LGConv", "NNConv", "SAGEConv", "SGConv", "TAGConv", "TransformerConv"]
 __all__ += ["EdgeConv", "FastRGCNConv", "HeteroLinear", "PNAConv", "RGCNConv"]
-__all__ += ["BlockSparseLinear", "PrunedConv1d", "PrunedConv2d", "PrunedConv3d", "SparseLinear"]
+__all__ += ["BlockSparseLinear", "GroupedLinear", "PrunedConv1d", "PrunedConv2d", "PrunedConv3d", "SparseLinear"]
 __all__ += ["SparseAvgPool3d", "SparseConv3d", "SparseConvTensor", "SparseConvTranspose3d", "SparseInverseConv3d"]
 __all__ += ["SparseMaxPool3d", "SparseSequential", "SubMConv3d"]
 
 _TENSOR_PRODUCTS = "ElementwiseTensorProduct FullTensorProduct FullyConnectedTensorProduct TensorProduct TensorSquare"
 _GRAPHS = "APPNP ChebConv GINConv GINEConv GatedGraphConv GraphConv LGConv NNConv SAGEConv SGConv TAGConv"
 _HOMES = {
+    "grouped_linear": "GroupedLinear",
     "pruned.block_sparse_linear": "BlockSparseLinear SparseLinear",
     "graph.attention": "GATConv GATv2Conv TransformerConv",
     "graph.convolutions": _GRAPHS,

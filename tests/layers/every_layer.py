@@ -237,6 +237,7 @@ EVERY_LAYER: dict[str, Case] = {
         lambda o: _On(layers.EdgeConv(nn.Linear(6, 2), aggr="sum", options=o)), **_graph(3, weighted=False)
     ),
     "HeteroLinear": Case(lambda o: _On(layers.HeteroLinear(3, 2, 2, options=o), _rows), **_graph(3, weighted=False)),
+    "GroupedLinear": Case(lambda o: _On(layers.GroupedLinear(2, 3, 2, options=o), _rows), **_graph(3, weighted=False)),
     "BlockSparseLinear": Case(
         lambda o: _On(BlockSparseLinear(5, 4, block_shape=2, density=0.5, options=o)), **_batch(5)
     ),

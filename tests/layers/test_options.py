@@ -30,9 +30,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> set[Options]:
     found: set[Options] = set()
     prepare = Executables.of
 
-    def recorded(self, tensors, extents):
+    def recorded(self, extents):
         found.add(self.options)
-        return prepare(self, tensors, extents)
+        return prepare(self, extents)
 
     monkeypatch.setattr(Executables, "of", recorded)
     # What was prepared before is not prepared again.
