@@ -90,6 +90,7 @@ def prepare(
         InsumFormatError: the module or an input cannot be copied.
         InsumBackendError: a kernel could not be compiled.
 
+    >>> import torch
     >>> layer = torch.nn.Linear(4, 2)
     >>> report = prepare(layer, torch.ones(3, 4))
     >>> len(report.kernels), layer.weight.grad
