@@ -27,14 +27,14 @@ class Budget(NamedTuple):
 BUDGETS: dict[str, Budget] = {
     "compiler": Budget(18247, 13000),
     "ops": Budget(2394, 1800),
-    "layers": Budget(5097, 4800),
+    "layers": Budget(5096, 4800),
     "formats": Budget(2067, 2100),
     "structure": Budget(2647, 2700),
     "datasets": Budget(879, 900),
     "models": Budget(672, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(798, 800),
-    PACKAGE: Budget(33539, 27500),
+    PACKAGE: Budget(33538, 27500),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

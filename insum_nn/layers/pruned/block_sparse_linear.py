@@ -17,7 +17,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, GroupSize
 from insum_nn.layers.extents import expand_pair, extent
 from insum_nn.layers.pruned.pruned_module import PrunedModule
-from insum_nn.layers.pruned.pruned_weight import dense_parameter
+from insum_nn.layers.pruned.pruned_weight import Forming, dense_parameter
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR_FACTS,
     block_linear_stored,
@@ -252,9 +252,7 @@ class BlockSparseLinear(PrunedModule):
     def _by_library(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(input, weight, bias)
 
-    def _forming(
-        self, weight: Tensor
-    ) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
+    def _forming(self, weight: Tensor) -> Forming:
         written, read = self._statements()[0].split(" += ")
         stored, samples = read.split(" * ")
         # With the index of a sample, `n`, left out.

@@ -16,7 +16,7 @@ from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import GroupSize
 from insum_nn.layers.extents import IntOrInts, OfDimension, channels, expand_nd
 from insum_nn.layers.pruned.pruned_module import PrunedModule
-from insum_nn.layers.pruned.pruned_weight import DenseConv, dense_parameter
+from insum_nn.layers.pruned.pruned_weight import DenseConv, Forming, dense_parameter
 from insum_nn.ops.pruned_conv import (
     KERNEL_AXES,
     PRUNED_CONV_FACTS,
@@ -187,9 +187,7 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         steps = self.stride, [before for before, _ in zeros], self.dilation, self.groups
         return getattr(functional, f"conv{self.NDIM}d")(padded, weight, bias, *steps)
 
-    def _forming(
-        self, weight: Tensor
-    ) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
+    def _forming(self, weight: Tensor) -> Forming:
         named, size = {"P": self.position, "F": weight}, math.prod(self.grid_shape)
         return "H[P[p]] += F[p]", _PLACES, named, self.options, (size,)
 

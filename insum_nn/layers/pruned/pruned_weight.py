@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from insum_nn.compiler.api import dense_uses, is_plain_eager
 from insum_nn.compiler.options import Options, require_options
@@ -26,9 +27,11 @@ from insum_nn.ops.statements import run, to_autocast
 from insum_nn.structure.pruning import note_new_rows, random_mask
 from insum_nn.tensor_cache import unwritten
 
-__all__ = ["DenseConv", "PrunedWeight", "dense_parameter"]
+__all__ = ["DenseConv", "Forming", "PrunedWeight", "dense_parameter"]
 
 DenseConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+# A statement that forms a dense weight, as `run` takes it.
+Forming = tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]
 DenseLayer = TypeVar("DenseLayer", bound=nn.Linear | DenseConv)
 
 
@@ -105,9 +108,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         """Call torch's function of the dense layer."""
         raise NotImplementedError
 
-    def _forming(
-        self, weight: Tensor
-    ) -> tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple[int | None, ...]]:
+    def _forming(self, weight: Tensor) -> Forming:
         """Return the statement that forms the dense weight, as `run` takes it."""
         raise NotImplementedError
 
@@ -313,9 +314,8 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         self._fewest = min(self._uses(width, self._SHORT) for width in {2, self.weight.itemsize})
 
     def _many(self, uses: int) -> bool:
-        """Return whether a dense product may be faster; graphs that hold for any sizes do not ask for these."""
-        recorded = isinstance(uses, Tensor) or torch.compiler.is_exporting()  # pyright: ignore[reportUnnecessaryIsInstance]
-        return not recorded and uses >= self._fewest
+        """Return whether a dense product may be faster."""
+        return _reaches(uses, self._fewest)
 
     def _by_dense(self, input: Tensor, uses: int, row: int | None) -> Tensor | None:
         """Return the result of the dense product, with gradients of stored weights; `None` where it is not faster.
@@ -327,7 +327,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             input, weight = to_autocast(input), to_autocast(weight)
         if not (torch.compiler.is_dynamo_compiling() or is_plain_eager(input, weight)) or input.dtype != weight.dtype:
             return None
-        if uses < self._uses(weight.itemsize, row) or torch.are_deterministic_algorithms_enabled():
+        if torch.are_deterministic_algorithms_enabled() or not _reaches(uses, self._uses(weight.itemsize, row)):
             return None
         dense, extents = self._dense(weight), self.dense_extents
         axis = 1 - len(extents)
@@ -416,6 +416,14 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         ):
             return f"positions must ascend and lie in [0, {total})"
         return None
+
+
+def _reaches(uses: int, least: float) -> bool:
+    """Whether a number is not less than another; if a graph of any sizes is traced, for all of them."""
+    if isinstance(uses, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        # As torch.jit.trace records it.
+        return False
+    return statically_known_true(uses >= least) if torch.compiler.is_compiling() else uses >= least
 
 
 def dense_parameter(layer: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
