@@ -25,9 +25,9 @@ class Budget(NamedTuple):
 # Folder of insum_nn, or the whole package -> its budget. A budget only falls: whoever deletes code lowers it to what is
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
-    "compiler": Budget(18247, 13000),
+    "compiler": Budget(18250, 13000),
     "ops": Budget(2394, 1800),
-    "layers": Budget(5096, 4800),
+    "layers": Budget(5093, 4800),
     "formats": Budget(2067, 2100),
     "structure": Budget(2647, 2700),
     "datasets": Budget(879, 900),

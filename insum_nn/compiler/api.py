@@ -34,6 +34,7 @@ from insum_nn.compiler.runtime.composite.statement_choice import (
 )
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
+    is_known,
     is_plain_eager,
     is_traced,
     is_transformed,
@@ -84,6 +85,7 @@ __all__ = [
     "graph_constant",
     "inline_by_rows",
     "insum",
+    "is_known",
     "is_plain_eager",
     "is_traced",
     "is_transformed",

@@ -21,6 +21,7 @@ __all__ = [
     "followed_by",
     "graph_constant",
     "is_functional",
+    "is_known",
     "is_plain",
     "is_plain_eager",
     "is_traced",
@@ -166,7 +167,7 @@ def exceeds(extents: Sequence[int], limit: int) -> bool:
         return True
     if not symbolic:
         return False
-    open_ = [extent for extent in symbolic if not _is_known(extent < limit)]
+    open_ = [extent for extent in symbolic if not is_known(extent < limit)]
     if not open_:
         return False
     if not _is_guarded() or any(extent.node.hint is None for extent in open_):  # type: ignore[attr-defined]
@@ -178,10 +179,11 @@ def may_be_empty(extents: Sequence[int]) -> bool:
     """Whether some extent may be 0 in a call of the traced graph."""
     # While torch traces it takes any size for 2 or more, also in graphs that nothing guards, which are called with 0.
     least = 1 if _is_guarded() else 3
-    return any(extent == 0 if type(extent) is int else not _is_known(extent >= least) for extent in extents)
+    return any(extent == 0 if type(extent) is int else not is_known(extent >= least) for extent in extents)
 
 
-def _is_known(condition: object) -> bool:
+def is_known(condition: object) -> bool:
+    """Whether a comparison of sizes holds in all calls of a graph that torch traces."""
     shapes: Any = sys.modules["torch.fx.experimental.symbolic_shapes"]
     return shapes.statically_known_true(condition)  # type: ignore[no-any-return]
 

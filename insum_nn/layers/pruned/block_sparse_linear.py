@@ -17,7 +17,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, GroupSize
 from insum_nn.layers.extents import expand_pair, extent
 from insum_nn.layers.pruned.pruned_module import PrunedModule
-from insum_nn.layers.pruned.pruned_weight import Forming, dense_parameter
+from insum_nn.layers.pruned.pruned_weight import Forming, dense_parameter, reaches
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR_FACTS,
     block_linear_stored,
@@ -296,7 +296,7 @@ class BlockSparseLinear(PrunedModule):
         """
         shape = (self.out_features, self.in_features)
         samples = math.prod(input.shape[:-1])
-        if self._many(samples) and input.shape[-1:] == shape[1:] and input.device == self.weight.device:
+        if reaches(samples, self._fewest) and input.shape[-1:] == shape[1:] and input.device == self.weight.device:
             result = self._by_dense(input, samples, None)
             if result is not None:
                 return result

@@ -16,7 +16,7 @@ from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.formats import GroupSize
 from insum_nn.layers.extents import IntOrInts, OfDimension, channels, expand_nd
 from insum_nn.layers.pruned.pruned_module import PrunedModule
-from insum_nn.layers.pruned.pruned_weight import DenseConv, Forming, dense_parameter
+from insum_nn.layers.pruned.pruned_weight import DenseConv, Forming, dense_parameter, reaches
 from insum_nn.ops.pruned_conv import (
     KERNEL_AXES,
     PRUNED_CONV_FACTS,
@@ -249,7 +249,7 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         steps = self.kernel_size, self.stride
         output = pruned_conv_output(samples.shape[2:], *steps, self.zeros, self.dilation)
         uses = samples.shape[0] * math.prod(output)
-        if self._many(uses) and (result := self._by_dense(input, uses, output[-1])) is not None:
+        if reaches(uses, self._fewest) and (result := self._by_dense(input, uses, output[-1])) is not None:
             return result
         samples, zeros = self._padded(samples)
         result = pruned_conv(

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from insum_nn.compiler.api import dense_uses, is_plain_eager
+from insum_nn.compiler.api import dense_uses, is_known, is_plain_eager
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumDeviceError, InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
@@ -27,7 +26,7 @@ from insum_nn.ops.statements import run, to_autocast
 from insum_nn.structure.pruning import note_new_rows, random_mask
 from insum_nn.tensor_cache import unwritten
 
-__all__ = ["DenseConv", "Forming", "PrunedWeight", "dense_parameter"]
+__all__ = ["DenseConv", "Forming", "PrunedWeight", "dense_parameter", "reaches"]
 
 DenseConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 # A statement that forms a dense weight, as `run` takes it.
@@ -313,10 +312,6 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         """Keep the fewest uses from which on a dense product may be faster, of this dtype or under autocast."""
         self._fewest = min(self._uses(width, self._SHORT) for width in {2, self.weight.itemsize})
 
-    def _many(self, uses: int) -> bool:
-        """Return whether a dense product may be faster."""
-        return _reaches(uses, self._fewest)
-
     def _by_dense(self, input: Tensor, uses: int, row: int | None) -> Tensor | None:
         """Return the result of the dense product, with gradients of stored weights; `None` where it is not faster.
 
@@ -327,7 +322,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             input, weight = to_autocast(input), to_autocast(weight)
         if not (torch.compiler.is_dynamo_compiling() or is_plain_eager(input, weight)) or input.dtype != weight.dtype:
             return None
-        if torch.are_deterministic_algorithms_enabled() or not _reaches(uses, self._uses(weight.itemsize, row)):
+        if torch.are_deterministic_algorithms_enabled() or not reaches(uses, self._uses(weight.itemsize, row)):
             return None
         dense, extents = self._dense(weight), self.dense_extents
         axis = 1 - len(extents)
@@ -418,12 +413,12 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         return None
 
 
-def _reaches(uses: int, least: float) -> bool:
+def reaches(uses: int, least: float) -> bool:
     """Whether a number is not less than another; if a graph of any sizes is traced, for all of them."""
     if isinstance(uses, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         # As torch.jit.trace records it.
         return False
-    return statically_known_true(uses >= least) if torch.compiler.is_compiling() else uses >= least
+    return is_known(uses >= least) if torch.compiler.is_compiling() else uses >= least
 
 
 def dense_parameter(layer: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
