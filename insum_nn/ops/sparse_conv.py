@@ -364,12 +364,7 @@ class _Conv(Sums):
         self.kernel_map, self.groups, self.options, self.calls = kernel_map, groups, options, calls
 
     def run(
-        self,
-        requested: Sequence[str],
-        operands: Mapping[str, Tensor],
-        initial: Tensor | None = None,
-        *,
-        plain: bool = False,
+        self, requested: Sequence[str], operands: Operands, initial: Tensor | None = None, *, plain: bool = False
     ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for name in requested:

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.declared_facts import Origin, is_trusted, verified
-from insum_nn.compiler.lang.shapes import interval
+from insum_nn.compiler.lang.shapes import interval, overflow
 from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript
 from insum_nn.errors import (
     InsumBackendError,
     InsumError,
-    InsumOverflowError,
     InsumRangeError,
     plural,
     raise_collected,
@@ -185,7 +184,8 @@ def _outside(
         bounded = plain or (is_output and not drop_outside)
         low, high = _hull(subscript, sizes, stats)
         if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.low <= s.high for s in stats.values()):
-            yield _overflow(statement, subscript, low, high)
+            where = "with the largest entries of its index tensors "
+            yield overflow(statement, subscript, low, high, where, "entries or coefficients")
             continue
         beyond = bounded and (low < (-1 if plain else 0) or high >= extent)
         if below or beyond:
@@ -205,17 +205,6 @@ def _addressed(statement: Statement) -> tuple[tuple[int, str, int, bool, tuple[s
         for axis, each in enumerate(access.subscripts)
     ]
     return tuple(each for each in found if each[4])
-
-
-def _overflow(statement: Statement, subscript: Subscript, low: int, high: int) -> InsumOverflowError:
-    return InsumOverflowError(
-        f"the subscript '{subscript}' overflows int64",
-        expression=statement.text,
-        spans=[subscript.span],
-        details=[f"with the largest entries of its index tensors it reaches from {low} to {high}"],
-        fix="use smaller entries or coefficients.",
-        got=(low, high),
-    )
 
 
 def _hull(subscript: Subscript, sizes: Mapping[str, int], stats: Mapping[str, Kept]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from insum_nn.errors import (
     raise_collected,
 )
 
-__all__ = ["Agreement", "agreement_lines", "agreement_of", "check_extents", "interval", "resolve_extents"]
+__all__ = ["Agreement", "agreement_lines", "agreement_of", "check_extents", "interval", "overflow", "resolve_extents"]
 
 
 def resolve_extents(
@@ -388,6 +388,20 @@ def _check_int32(
     )
 
 
+def overflow(
+    statement: Statement, subscript: Subscript, low: int, high: int, where: str, smaller: str
+) -> InsumOverflowError:
+    """Return the error of a subscript that reaches too far, `where`; what is to be `smaller`."""
+    return InsumOverflowError(
+        f"the subscript '{subscript}' overflows int64",
+        expression=statement.text,
+        spans=[subscript.span],
+        details=[f"{where}it reaches from {low} to {high}"],
+        fix=f"use smaller {smaller}.",
+        got=(low, high),
+    )
+
+
 def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str, int]) -> Iterator[InsumError]:
     low, high = interval(subscript, sizes)
     for term in subscript.terms:
@@ -396,14 +410,7 @@ def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str,
             low, high = low - abs(term.coefficient) * INT32_AXIS, high + abs(term.coefficient) * INT32_AXIS
     if -INT64_MAX <= low and high <= INT64_MAX:
         return
-    yield InsumOverflowError(
-        f"the subscript '{subscript}' overflows int64",
-        expression=statement.text,
-        spans=[subscript.span],
-        details=[f"it reaches from {low} to {high}"],
-        fix="use smaller coefficients or extents.",
-        got=(low, high),
-    )
+    yield overflow(statement, subscript, low, high, "", "coefficients or extents")
 
 
 def _check_constant(

@@ -177,9 +177,12 @@ def dense_from(
         # Few matrix units multiply float64.
         return math.inf
     rate = of_block(device_type, width, min(stored[1:])) if stored[1:] else rates.alone
-    work, begun = math.prod(stored) * rate, rates.row * math.prod(stored) * rate
-    each = work + rates.moved * moved + (begun / max(row, 1) if row is not None else 0.0) - cells
-    once = cells * rates.formed + rates.calls - (begun if row is None else 0.0)
+    work = math.prod(stored) * rate
+    each, once = work + rates.moved * moved - cells, cells * rates.formed + rates.calls
+    if row is None:
+        once -= work * rates.row
+    else:
+        each += work * rates.row / max(row, 1)
     return once / each if each > 0 else math.inf
 
 

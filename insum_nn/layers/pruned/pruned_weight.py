@@ -139,8 +139,11 @@ class PrunedWeight(ExplainedLayer, nn.Module):
     @property
     def mask(self) -> Tensor:
         """Which places are stored, (grid_shape), bool."""
-        mask = torch.zeros(torch.Size(self.grid_shape).numel(), dtype=torch.bool, device=self.position.device)
-        mask[self.position] = True
+        return self._mask_of(self.position)
+
+    def _mask_of(self, position: Tensor) -> Tensor:
+        mask = torch.zeros(torch.Size(self.grid_shape).numel(), dtype=torch.bool, device=position.device)
+        mask[position] = True
         return mask.reshape(self.grid_shape)
 
     @property
@@ -257,16 +260,13 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         with position.device:
             index = self._make_index(position)
             shape = torch.tensor(self.dense_extents)
-            mask = torch.zeros(torch.Size(self.grid_shape).numel(), dtype=torch.bool)
-            mask[position] = True
-            used = self._kernels(mask.reshape(self.grid_shape))
-        kept = {"_read": used.any(0), "_written": used.any(1)}
+            used = self._kernels(self._mask_of(position))
         self._index_names = tuple(index)
         for name, tensor in {"position": position, "dense_shape": shape, **index}.items():
             moved = tensor.to(device)
             self.register_buffer(name, moved, persistent=name not in index)
             unwritten(moved)
-        for name, each in kept.items():
+        for name, each in (("_read", used.any(0)), ("_written", used.any(1))):
             places = None if bool(each.all()) else each.nonzero().squeeze(1).to(device)
             self.register_buffer(name, places, persistent=False)
         self._note_uses()
@@ -281,7 +281,8 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         super()._apply(fn, recurse)
         if self.position is not places:
             self._adopt_places(places)
-        self._note_uses()
+        else:
+            self._note_uses()
         return self
 
     @property
