@@ -25,7 +25,7 @@ from insum_nn.structure.cell_numbers import KEY_LIMIT, CellNumbers, assert_disti
 from insum_nn.structure.site_grid import SiteGrid, fits, steps_of
 from insum_nn.structure.transfers import constant
 
-__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "check_indices", "spans_of", "unique_sites"]
+__all__ = ["MAX_EXTENT", "Coordinates", "SiteKeys", "check_indices", "key_dtype", "spans_of", "unique_sites"]
 
 # Numbers of cells up to this have keys of 32 bits: adding an offset, at most one cell number more, never wraps.
 _NARROW_LIMIT = 1 << 30
@@ -119,7 +119,7 @@ class Coordinates:
                 found = SiteKeys.build(self.indices, spans)
             else:
                 rows = torch.arange(self.num_sites, device=self.device)
-                found = SiteKeys(CellNumbers(spans), known.to(_key_dtype(spans)), rows)
+                found = SiteKeys(CellNumbers(spans), known.to(key_dtype(spans)), rows)
             self._cache["keys"] = found
         return found
 
@@ -319,13 +319,14 @@ def spans_of(extents: Sequence[int], reach: int = _MARGIN) -> tuple[int, ...]:
     return (batch, *spans)
 
 
-def _key_dtype(spans: Sequence[int]) -> torch.dtype:
+def key_dtype(spans: Sequence[int]) -> torch.dtype:
+    """Return the dtype of keys of cells in a grid with margins."""
     return torch.int32 if math.prod(spans) <= _NARROW_LIMIT else torch.int64
 
 
 def _number(indices: Tensor, spans: Sequence[int]) -> Tensor:
     """Return (n,) the cell of each site; its dtype is that of keys. What lies outside gets any number."""
-    key, *columns = indices.to(_key_dtype(spans)).unbind(1)
+    key, *columns = indices.to(key_dtype(spans)).unbind(1)
     for extent, column in zip(spans[1:], columns, strict=True):
         key = torch.add(column, key, alpha=extent)
     return key

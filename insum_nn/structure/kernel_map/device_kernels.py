@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.structure.coordinates import Coordinates, spans_of
+from insum_nn.structure.cell_numbers import KEY_LIMIT
+from insum_nn.structure.coordinates import Coordinates, key_dtype, spans_of
 from insum_nn.structure.kernel_map import device_texts
 from insum_nn.structure.kernel_map.device_texts import COLUMNS
 from insum_nn.structure.kernel_map.geometry import Geometry
@@ -120,6 +121,20 @@ def _site_kernels(dims: int, dtype: torch.dtype, narrow: bool) -> Any:
 
 
 @lru_cache(maxsize=16)
+def _key_kernels(dims: int, dtype: torch.dtype, keys: torch.dtype) -> Any:
+    """`key`, `search`."""
+    from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
+
+    known, searched = POINTERS[keys], _numbers(5 + 4 * dims)
+    return WrittenKernels(
+        [
+            WrittenKernel(device_texts.key(dims), (POINTERS[dtype], known, _INT, *_numbers(5 + dims)), warps=8),
+            WrittenKernel(device_texts.search(dims), (known, "*i64", *[_INT] * 2, *searched), warps=8),
+        ]
+    )
+
+
+@lru_cache(maxsize=16)
 def _reach_kernels(dims: int, dtype: torch.dtype, kind: Any) -> Any:
     """`mark`, `write`."""
     from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
@@ -200,10 +215,17 @@ def _grid_of(sites: Coordinates, reach: int) -> tuple[int, GridNumbers] | None:
     return margin, grid_numbers(spans, margin)
 
 
+def _wide_key(sites: Coordinates, reach: int) -> torch.dtype | None:
+    """Return the dtype of keys of the sites' cells; `None`: there are too many."""
+    spans = spans_of(sites.extents, reach)
+    small = max(spans) < _EXTENT and math.prod(spans) <= KEY_LIMIT // 2 and sites.indices.numel() < _NARROW
+    return key_dtype(spans) if small else None
+
+
 def submanifold_table(
     sites: Coordinates, geometry: Geometry, *, proven: bool
 ) -> tuple[SortedTable, tuple[int, ...] | None] | None:
-    """Return the table of a submanifold map, where a grid of its cells is small; see `submanifold_neighbours`.
+    """Return the table of a submanifold map, where a key can number its cells; see `submanifold_neighbours`.
 
     Args:
         sites: the voxels.
@@ -217,26 +239,36 @@ def submanifold_table(
     columns, device = indices.shape[0], indices.device
     if not 0 < volume * columns < _NARROW:
         return None
-    narrow = volume <= _NARROW_KEY
+    narrow, grid = volume <= _NARROW_KEY, _grid_of(sites, geometry.reach)
     kernels = _launchers(device, _table_kernels, narrow)
-    own = None if kernels is None else _launchers(device, _site_kernels, sites.ndim, indices.dtype, narrow)
-    grid = None if own is None else _grid_of(sites, geometry.reach)
-    if kernels is None or own is None or grid is None:
+    dtype = None if grid is not None else _wide_key(sites, geometry.reach)
+    key = (
+        (_site_kernels, sites.ndim, indices.dtype, narrow)
+        if dtype is None
+        else (_key_kernels, sites.ndim, indices.dtype, dtype)
+    )
+    own = None if kernels is None or (grid is None and dtype is None) else _launchers(device, *key)
+    if kernels is None or own is None:
         return None
     at, indices = TableMemory.of(volume, columns), indices.contiguous()
-    margin, (_, cells, lead, _) = grid
-    table = torch.full((lead + cells,), -1, dtype=torch.int32, device=device)
     memory = torch.empty(at.size, dtype=torch.int32, device=device)
     near = torch.empty(volume * columns, dtype=torch.int32, device=device)
-    keys = _empty_keys(at, device)
-    number, look_up = own
+    keys, powers = _empty_keys(at, device), _powers(volume, device)
     extents, moves = sites.extents, (*geometry.kernel_size, *geometry.dilation, *geometry.padding)
-    number([indices, table, memory, at.counts, lead, columns, margin, volume, *extents], at.blocks)
-    tensors = [indices, table, near, keys, memory, _powers(volume, device)]
-    look_up(
-        [*tensors, at.parts, at.counts, lead, columns, margin, *extents, *moves, volume, at.blocks],
-        at.blocks,
-    )
+    if grid is None:
+        known = torch.empty(columns, dtype=dtype, device=device)
+        margin = spans_of(extents, geometry.reach)[1] - extents[1]
+        own[0]([indices, known, memory, at.counts, columns, margin, volume, *extents], at.blocks)
+        known, rows = known.sort()
+        half = 1 << columns.bit_length() - 1
+        own[1]([known, rows, near, memory, at.counts, half, columns, margin, *extents[1:], *moves, volume], at.blocks)
+        kernels[0]([near, keys, memory, powers, at.parts, columns, volume, at.blocks], at.blocks)
+    else:
+        margin, (_, cells, lead, _) = grid
+        table = torch.full((lead + cells,), -1, dtype=torch.int32, device=device)
+        own[0]([indices, table, memory, at.counts, lead, columns, margin, volume, *extents], at.blocks)
+        numbers = [at.parts, at.counts, lead, columns, margin, *extents, *moves, volume, at.blocks]
+        own[1]([indices, table, near, keys, memory, powers, *numbers], at.blocks)
     if proven:
         return _sort(kernels[1], at, memory, near, keys, None, counted=True), None
     # Look-ups are safe without the answer: the device goes on while it is on its way.

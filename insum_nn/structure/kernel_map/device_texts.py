@@ -7,12 +7,26 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["COLUMNS", "CONSTANTS", "exchange", "look_up", "mark", "masks", "number", "pairs", "permute", "write"]
+__all__ = [
+    "COLUMNS",
+    "CONSTANTS",
+    "exchange",
+    "key",
+    "look_up",
+    "mark",
+    "masks",
+    "number",
+    "pairs",
+    "permute",
+    "search",
+]
+__all__ += ["write"]
 
-# Columns of a table that one program takes, and offsets that it takes at a time.
+# Columns of a table that one program takes; offsets that it takes at a time, and lines of offsets.
 COLUMNS = 512
 _OFFSETS = 8
-CONSTANTS = {"columns": COLUMNS, "offsets": _OFFSETS}
+_LINES = 4
+CONSTANTS = {"columns": COLUMNS, "offsets": _OFFSETS, "lines": _LINES}
 
 _HEAD = """import triton
 import triton.language as tl
@@ -38,6 +52,11 @@ _MASKS = """        present = (got >= 0).to(tl.int32)
         tl.store(memory + (parts + k * blocks + block), entries, mask=k < volume)
 """
 _KEYS = "    tl.store(keys + column, key, mask=here)\n"
+# Two marks and the counts.
+_ZEROS = """    some = tl.arange(0, {columns})
+    for first in range(-2, volume, {columns}):
+        tl.store(memory + (counts + first + some), some * 0, mask=(first + some < volume) & (block == 0))
+"""
 
 
 def _text(parameters: str, *lines: str) -> str:
@@ -79,9 +98,7 @@ def number(dims: int) -> str:
         _list("indices", "table", "memory", "counts", "lead", "columns", "margin", "volume", _names("e", 0, dims)),
         _cells(dims),
         "    tl.store(table + (lead + cell), column, mask=here)\n",
-        "    some = tl.arange(0, {columns})\n",
-        "    for first in range(-2, volume, {columns}):\n",
-        "        tl.store(memory + (counts + first + some), some * 0, mask=(first + some < volume) & (block == 0))\n",
+        _ZEROS,
     )
 
 
@@ -116,6 +133,74 @@ def look_up(dims: int) -> str:
         _MASKS,
         '        tl.atomic_add(memory + (counts + k), entries, mask=k < volume, sem="relaxed")\n',
         _KEYS,
+    )
+
+
+def key(dims: int) -> str:
+    """Write the number of each site's cell, or -1 where it lies outside, and zeros to what `search` adds to."""
+    lines = ["    outside = column < 0\n", "    cell = tl.zeros(({columns},), tl.int64)\n"]
+    for axis in range(dims + 1):
+        lines += [
+            f"    x{axis} = tl.load(indices + (column * {dims + 1} + {axis}), mask=here, other=0)\n",
+            f"    outside = outside | (x{axis} < 0) | (x{axis} >= e{axis})\n",
+            f"    cell = cell * (e{axis} + margin) + x{axis}\n",
+        ]
+    return _text(
+        _list("indices", "keys", "memory", "counts", "columns", "margin", "volume", _names("e", 0, dims)),
+        *lines,
+        "    tl.store(keys + column, tl.where(outside, -1, cell), mask=here)\n",
+        _ZEROS,
+    )
+
+
+def search(dims: int) -> str:
+    """Look up the neighbours of all sites among their sorted keys.
+
+        near[k, rows[i]] = rows[the place of keys[i] + step(k)], or -1
+
+    Offsets that differ in the last axis alone are a line: a search finds where it begins, and the others from there.
+    The marks before the counts are those of `look_up`.
+    """
+    steps = ["        step = k.to(tl.int64) * 0\n"]
+    for axis in range(1, dims + 1):
+        steps.append(f"        step = step * (e{axis} + margin) + (c{axis} * s{axis} - p{axis})\n")
+    moves = [_names(letter, 1, dims) for letter in "ksp"]
+    return _text(
+        _list(
+            *("keys", "rows", "near", "memory", "counts", "half", "columns", "margin"),
+            *(_names("e", 1, dims), *moves, "volume"),
+        ),
+        "    own = tl.load(keys + column, mask=here, other=0).to(tl.int64)\n",
+        "    row = tl.load(rows + column, mask=here, other=0).to(tl.int32)\n",
+        "    after = tl.load(keys + (column + 1), mask=column + 1 < columns, other=-1)\n",
+        "    tl.store(memory + (counts - 2 + column * 0), column * 0 + 1, mask=here & (own < 0))\n",
+        "    tl.store(memory + (counts - 1 + column * 0), column * 0 + 1, mask=here & (own == after))\n",
+        f"    for first in range(0, volume, {{lines}} * k{dims}):\n",
+        f"        k = first + tl.arange(0, {{lines}}) * k{dims}\n",
+        "        inside = (k < volume)[:, None] & here[None, :]\n",
+        _kernel_cells(dims),
+        *steps,
+        "        wanted = own[None, :] + step[:, None]\n",
+        "        place = column[None, :] * 0 + k[:, None] * 0\n",
+        "        width = half\n",
+        "        while width > 0:\n",
+        "            last = place + (width - 1)\n",
+        "            valid = inside & (last < columns)\n",
+        "            less = valid & (tl.load(keys + last, mask=valid, other=0) < wanted)\n",
+        "            place += less.to(tl.int32) * width\n",
+        "            width = width // 2\n",
+        f"        for cell in range(0, k{dims}):\n",
+        "            valid = inside & (place < columns)\n",
+        "            found = valid & (tl.load(keys + place, mask=valid, other=0) == wanted)\n",
+        "            got = tl.load(rows + place, mask=found, other=-1).to(tl.int32)\n",
+        "            tl.store(near + ((k + cell)[:, None] * columns + row[None, :]), got, mask=inside)\n",
+        "            entries = tl.sum(found.to(tl.int32), 1)\n",
+        '            tl.atomic_add(memory + (counts + k + cell), entries, mask=k < volume, sem="relaxed")\n',
+        f"            wanted += s{dims}\n",
+        f"            for _ in range(0, s{dims}):\n",
+        "                valid = inside & (place < columns)\n",
+        "                less = valid & (tl.load(keys + place, mask=valid, other=0) < wanted)\n",
+        "                place += less.to(tl.int32)\n",
     )
 
 

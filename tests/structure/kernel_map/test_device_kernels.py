@@ -70,13 +70,22 @@ def test_offsets_are_compared_in_part():
     assert near.table.words is None
 
 
-def test_a_grid_with_too_many_cells_is_sorted_instead():
-    shape = (1 << 20, 1 << 20)
-    rows = torch.tensor([[0, 5, 5], [0, 5, 6], [0, 900_000, 3], [0, 4, 4]], dtype=torch.int32)
-    for how in (geometry("subm", (3, 3)), geometry("conv", (2, 2), 2)):
-        near = pretended(Coordinates(rows, shape, 1), how, proven=True)
-        # Its columns are sorted by kernels all the same.
-        assert made_by_kernels(near) == (how.kind == "conv")
+@pytest.mark.parametrize("extent", [1 << 10, 1 << 20, (1 << 29) + 1])
+def test_grids_of_any_size(extent: int):
+    """A dense grid would not fit into memory; in the largest, a key cannot number the cells."""
+    rows = torch.tensor([[5, 5, 5], [5, 5, 6], [extent - 1, 3, 0], [extent - 1, 4, 0], [4, 4, 6], [0, 0, 0]])
+    rows = torch.cat([torch.zeros(6, 1, dtype=torch.int64), rows], 1).int()
+    for how in (geometry("subm", (3, 3, 3)), geometry("conv", (2, 2, 2), 2)):
+        for proven in (True, False):
+            assert made_by_kernels(pretended(Coordinates(rows, (extent,) * 3, 1), how, proven=proven))
+
+
+def test_full_slots_are_passed():
+    """All cells of a line hash to a few runs of slots, and some to the last."""
+    line = torch.stack([torch.zeros(200), torch.arange(200) * 3 % 200]).T.int()
+    near = pretended(Coordinates(line, (1 << 20,), 1), geometry("subm", (5,)), proven=False)
+    assert made_by_kernels(near)
+    assert near.num_pairs == 5 * 200 - 6
 
 
 @pytest.mark.parametrize(("row", "text"), BAD_ROWS.items(), ids=str)
