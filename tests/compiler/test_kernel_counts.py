@@ -67,4 +67,5 @@ def test_a_network_of_many_widths(dtype: torch.dtype, most: int):
     # A first step waits for those of its sums; until those of its maps are there, torch's operators build maps.
     sums = [code for code in found.codes if "tl.dot" in code.text or "float" in code.text]
     assert len(sums) <= most
-    assert len(found.codes) - len(sums) <= 9
+    # Those of maps by a grid, by a search, and of strided ones; each for words and for bytes.
+    assert len(found.codes) - len(sums) <= 11

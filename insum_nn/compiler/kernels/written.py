@@ -19,7 +19,7 @@ from insum_nn.compiler.kernels.source import Launcher, Source
 
 __all__ = ["POINTERS", "WrittenKernel", "WrittenKernels"]
 
-POINTERS = {torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 """What Triton calls a pointer to an index tensor."""
 
 # Seconds until machine code that was missing is looked for again, which takes as long as several launches.

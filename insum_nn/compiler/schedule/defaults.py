@@ -128,7 +128,10 @@ def _default_unrolled(form: Form) -> Schedule:
         if not columns:
             k = min(64, power(form.size(summed[-1]))) if summed else 1
             m = max(1, 64 // k)
-        return Schedule(m=m, n=n, k=k, groups=max(1, min(4, round(accumulators / 24))), warps=1)
+        groups = max(1, min(4, round(accumulators / 24)))
+        # Long code: a program of one warp is worth its parts after a few entries.
+        chunk = _chunk(form, n, 8, 4 * _ENOUGH // groups)
+        return Schedule(m=m, n=n, k=k, groups=groups, warps=1, chunk=chunk)
     if not columns and static_rows:
         k = min(64, power(form.size(summed[-1]))) if summed else 1
     elif summed:
@@ -232,17 +235,17 @@ _ENOUGH = 512
 _LONG = 1024
 
 
-def _chunk(form: Form, tile: int) -> int:
-    """Most terms of a row that one program walks: fewer where rows and tiles alone are too few programs."""
+def _chunk(form: Form, tile: int, step: int = 64, enough: int = _ENOUGH) -> int:
+    """Most terms of a row that one program walks: fewer, by `step`, where rows and tiles are not enough programs."""
     if form.row_index is None:
         return 512
     cells = math.prod(form.size(i) for i in form.parallel if i != ROW_LOOP)
     programs = form.rows * max(1, cells // tile)
-    if programs >= _ENOUGH:
+    if programs >= enough:
         # No row of about the mean length is divided: its parts would be written, read and added up.
         return max(512, 2 * power(form.size(ENTRY)))
     # Each part of a row costs a tile of sums in memory: no more parts than keep the device busy.
-    return max(1, form.size(ENTRY) * programs // (64 * _ENOUGH)) * 64
+    return max(1, form.size(ENTRY) * programs // (step * enough)) * step
 
 
 def _splits(form: Form, m: int, n: int) -> int:

@@ -8,6 +8,7 @@ by torch's operators, bit for bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,8 +39,6 @@ __all__ = [
 _NARROW = (1 << 31) - (1 << 16)
 # An extent up to this, and a kernel's reach beyond it, add up in 32 bits.
 _EXTENT = 1 << 30
-_INT = "*i32"
-_KEYS = {False: "*i32", True: "*u8"}
 
 
 class TableMemory(NamedTuple):
@@ -48,9 +47,8 @@ class TableMemory(NamedTuple):
     The table itself stands first; then the row of each column.
 
     Attributes:
-        place: (columns,) the column of each row.
         words: (columns,) the offsets of each column as bits, of no more than `MASK_BITS` offsets.
-        parts: (volume, blocks) entries of each offset in each block of rows.
+        parts: (volume, blocks) entries of each offset in each block of columns.
         counts: (volume,) entries of each offset; before them, two marks for `Coordinates.raise_marks`.
         size: of all.
     """
@@ -59,7 +57,6 @@ class TableMemory(NamedTuple):
     columns: int
     blocks: int
     rows: int
-    place: int
     words: int
     parts: int
     counts: int
@@ -70,8 +67,8 @@ class TableMemory(NamedTuple):
         """Return that of a table; all begins at multiples of 16 bytes, as machine code of kernels takes for granted."""
         blocks, end = -(-columns // COLUMNS), 0
         begins: list[int] = []
-        # The table, rows, places, words, and the entries of blocks with the two marks; the counts come last.
-        for size in (volume * columns, columns, columns, columns, volume * blocks + 2):
+        # The table, rows, words, and the entries of blocks with the two marks; the counts come last.
+        for size in (volume * columns, columns, columns, volume * blocks + 2):
             end = end + size + 3 & -4
             begins.append(end)
         # A call of the class is one of Python's functions.
@@ -82,71 +79,59 @@ class TableMemory(NamedTuple):
 SortedTable = tuple[Tensor, Tensor, Tensor, Tensor, TableMemory, bool]
 
 
-def _numbers(count: int) -> tuple[None, ...]:
-    return (None,) * count
-
-
 # Offsets whose keys are bytes, which are sorted in a quarter of the passes.
 _NARROW_KEY = 8
 
 
+def _key(volume: int) -> torch.dtype:
+    return torch.uint8 if volume <= _NARROW_KEY else torch.int32
+
+
+def _written(*kernels: tuple[str, Sequence[torch.dtype]]) -> Any:
+    """Kernels of these texts; each with what its pointers point to, behind which stand numbers."""
+    from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
+
+    found: list[WrittenKernel] = []
+    for text, dtypes in kernels:
+        count = text.partition("def kernel(")[2].partition(")")[0].count(",") + 1
+        types = [POINTERS[dtype] for dtype in dtypes]
+        found.append(WrittenKernel(text, (*types, *[None] * (count - len(types))), warps=8))
+    return WrittenKernels(found)
+
+
+_INT = torch.int32
+
+
 @lru_cache(maxsize=2)
-def _table_kernels(narrow: bool) -> Any:
+def _table_kernels(keys: torch.dtype) -> Any:
     """`masks`, `permute`, `exchange`, `pairs`."""
-    from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
-
-    return WrittenKernels(
-        [
-            WrittenKernel(device_texts.masks(), (_INT, _KEYS[narrow], *[_INT] * 2, *_numbers(4)), warps=8),
-            WrittenKernel(device_texts.permute(), (_INT, "*i64", *[_INT] * 2, *_numbers(6)), warps=8),
-            WrittenKernel(device_texts.exchange(), (*[_INT] * 3, *_numbers(3)), warps=8),
-            WrittenKernel(device_texts.pairs(), (*[_INT] * 4, *_numbers(5))),
-        ]
+    return _written(
+        (device_texts.masks(), (_INT, keys, _INT)),
+        (device_texts.permute(), (_INT, torch.int64, _INT, _INT)),
+        (device_texts.exchange(), (_INT, _INT, _INT)),
+        (device_texts.pairs(), (_INT, _INT, _INT, _INT)),
     )
 
 
 @lru_cache(maxsize=16)
-def _site_kernels(dims: int, dtype: torch.dtype, narrow: bool) -> Any:
+def _site_kernels(dims: int, dtype: torch.dtype, keys: torch.dtype) -> Any:
     """`number`, `look_up`."""
-    from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
-
-    indices = POINTERS[dtype]
-    looking = (indices, *[_INT] * 2, _KEYS[narrow], *[_INT] * 2, *_numbers(8 + 4 * dims))
-    return WrittenKernels(
-        [
-            WrittenKernel(device_texts.number(dims), (indices, *[_INT] * 2, *_numbers(6 + dims)), warps=8),
-            WrittenKernel(device_texts.look_up(dims), looking, warps=8),
-        ]
-    )
+    looking = (dtype, _INT, _INT, keys, _INT, _INT)
+    return _written((device_texts.number(dims), (dtype, _INT, _INT)), (device_texts.look_up(dims), looking))
 
 
 @lru_cache(maxsize=16)
-def _key_kernels(dims: int, dtype: torch.dtype, keys: torch.dtype) -> Any:
-    """`key`, `search`."""
-    from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
-
-    known, searched = POINTERS[keys], _numbers(5 + 4 * dims)
-    return WrittenKernels(
-        [
-            WrittenKernel(device_texts.key(dims), (POINTERS[dtype], known, _INT, *_numbers(5 + dims)), warps=8),
-            WrittenKernel(device_texts.search(dims), (known, "*i64", *[_INT] * 2, *searched), warps=8),
-        ]
-    )
+def _cell_kernels(dims: int, dtype: torch.dtype, cells: torch.dtype, keys: torch.dtype) -> Any:
+    """`cell`, `search`."""
+    searching = (cells, _INT, _INT, keys, _INT, _INT)
+    return _written((device_texts.cell(dims), (dtype, cells, _INT)), (device_texts.search(dims), searching))
 
 
 @lru_cache(maxsize=16)
 def _reach_kernels(dims: int, dtype: torch.dtype, kind: Any) -> Any:
     """`mark`, `write`."""
-    from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
-
-    indices, numbers = POINTERS[dtype], _numbers(5 + 6 * dims)
-    written = (indices, *[_INT] * 3, indices, _INT, None, None, *numbers)
-    return WrittenKernels(
-        [
-            WrittenKernel(device_texts.mark(dims, kind), (indices, _INT, *numbers), warps=8),
-            WrittenKernel(device_texts.write(dims, kind), written, warps=8),
-        ]
-    )
+    writing = (dtype, _INT, _INT, _INT, dtype, _INT)
+    return _written((device_texts.mark(dims, kind), (dtype, _INT)), (device_texts.write(dims, kind), writing))
 
 
 def _launchers(device: torch.device, kernels: Any, *key: object) -> Any:
@@ -156,17 +141,13 @@ def _launchers(device: torch.device, kernels: Any, *key: object) -> Any:
     return kernels(*key).launchers(device)
 
 
-def _empty_keys(at: TableMemory, device: torch.device) -> Tensor:
-    return torch.empty(at.columns, dtype=torch.uint8 if at.volume <= _NARROW_KEY else torch.int32, device=device)
-
-
 def _sort(
     permute: Any, at: TableMemory, memory: Tensor, near: Tensor, keys: Tensor, names: Tensor | None, *, counted: bool
 ) -> SortedTable:
     """Put the columns of `near` in the order of their keys; of equal keys, the first column stands first."""
     _, order = keys.sort(stable=True)
     columns, named = at.columns, near if names is None else names
-    numbers = [at.rows, at.place, at.words, columns, at.volume, int(names is not None)]
+    numbers = [at.rows, at.words, at.parts, columns, at.volume, int(names is not None), at.blocks]
     permute([near, order, named, memory, *numbers], at.blocks)
     table = memory.as_strided((at.volume, columns), (columns, 1), 0)
     words = memory.as_strided((columns,), (1,), at.words)
@@ -186,7 +167,7 @@ def sorted_table(near: Tensor, names: Tensor | None = None) -> SortedTable | Non
     """
     (volume, columns), device = near.shape, near.device
     small = 0 < volume * columns < _NARROW
-    kernels = _launchers(device, _table_kernels, volume <= _NARROW_KEY) if small else None
+    kernels = _launchers(device, _table_kernels, _key(volume)) if small else None
     if kernels is None:
         return None
     at = TableMemory.of(volume, columns)
@@ -199,9 +180,8 @@ def _sorted(
     kernels: Any, at: TableMemory, memory: Tensor, near: Tensor, names: Tensor | None = None, *, counted: bool = False
 ) -> SortedTable:
     device = near.device
-    keys = _empty_keys(at, device)
-    powers = _powers(at.volume, device)
-    kernels[0]([near, keys, memory, powers, at.parts, at.columns, at.volume, at.blocks], at.blocks)
+    keys = torch.empty(at.columns, dtype=_key(at.volume), device=device)
+    kernels[0]([near, keys, _powers(at.volume, device), at.columns, at.volume], at.blocks)
     return _sort(kernels[1], at, memory, near, keys, names, counted=counted)
 
 
@@ -215,17 +195,10 @@ def _grid_of(sites: Coordinates, reach: int) -> tuple[int, GridNumbers] | None:
     return margin, grid_numbers(spans, margin)
 
 
-def _wide_key(sites: Coordinates, reach: int) -> torch.dtype | None:
-    """Return the dtype of keys of the sites' cells; `None`: there are too many."""
-    spans = spans_of(sites.extents, reach)
-    small = max(spans) < _EXTENT and math.prod(spans) <= KEY_LIMIT // 2 and sites.indices.numel() < _NARROW
-    return key_dtype(spans) if small else None
-
-
 def submanifold_table(
     sites: Coordinates, geometry: Geometry, *, proven: bool
 ) -> tuple[SortedTable, tuple[int, ...] | None] | None:
-    """Return the table of a submanifold map, where a key can number its cells; see `submanifold_neighbours`.
+    """Return the table of a submanifold map, where a key can number the cells; see `submanifold_neighbours`.
 
     Args:
         sites: the voxels.
@@ -235,55 +208,86 @@ def submanifold_table(
     Returns:
         The table, and the entries of each offset, where these were read with what is checked.
     """
-    volume, indices = geometry.volume, sites.indices
-    columns, device = indices.shape[0], indices.device
-    if not 0 < volume * columns < _NARROW:
+    volume, columns, device = geometry.volume, sites.num_sites, sites.device
+    if not 0 < volume * columns < _NARROW or sites.indices.numel() >= _NARROW:
         return None
-    narrow, grid = volume <= _NARROW_KEY, _grid_of(sites, geometry.reach)
-    kernels = _launchers(device, _table_kernels, narrow)
-    dtype = None if grid is not None else _wide_key(sites, geometry.reach)
-    key = (
-        (_site_kernels, sites.ndim, indices.dtype, narrow)
-        if dtype is None
-        else (_key_kernels, sites.ndim, indices.dtype, dtype)
-    )
-    own = None if kernels is None or (grid is None and dtype is None) else _launchers(device, *key)
-    if kernels is None or own is None:
+    grid = _grid_of(sites, geometry.reach)
+    look_up = _searched(sites, geometry) if grid is None else _in_grid(sites, geometry, grid)
+    kernels = None if look_up is None else _launchers(device, _table_kernels, _key(volume))
+    if look_up is None or kernels is None:
         return None
-    at, indices = TableMemory.of(volume, columns), indices.contiguous()
+    at = TableMemory.of(volume, columns)
     memory = torch.empty(at.size, dtype=torch.int32, device=device)
     near = torch.empty(volume * columns, dtype=torch.int32, device=device)
-    keys, powers = _empty_keys(at, device), _powers(volume, device)
-    extents, moves = sites.extents, (*geometry.kernel_size, *geometry.dilation, *geometry.padding)
-    if grid is None:
-        known = torch.empty(columns, dtype=dtype, device=device)
-        margin = spans_of(extents, geometry.reach)[1] - extents[1]
-        own[0]([indices, known, memory, at.counts, columns, margin, volume, *extents], at.blocks)
-        known, rows = known.sort()
-        half = 1 << columns.bit_length() - 1
-        own[1]([known, rows, near, memory, at.counts, half, columns, margin, *extents[1:], *moves, volume], at.blocks)
-        kernels[0]([near, keys, memory, powers, at.parts, columns, volume, at.blocks], at.blocks)
-    else:
-        margin, (_, cells, lead, _) = grid
-        table = torch.full((lead + cells,), -1, dtype=torch.int32, device=device)
-        own[0]([indices, table, memory, at.counts, lead, columns, margin, volume, *extents], at.blocks)
-        numbers = [at.parts, at.counts, lead, columns, margin, *extents, *moves, volume, at.blocks]
-        own[1]([indices, table, near, keys, memory, powers, *numbers], at.blocks)
-    if proven:
-        return _sort(kernels[1], at, memory, near, keys, None, counted=True), None
+    keys = torch.empty(columns, dtype=_key(volume), device=device)
+    names = look_up(near, keys, memory, at)
     # Look-ups are safe without the answer: the device goes on while it is on its way.
-    answer = read_later(memory.as_strided((2 + volume,), (1,), at.counts - 2))
-    found = _sort(kernels[1], at, memory, near, keys, None, counted=True)
+    answer = None if proven else read_later(memory.as_strided((2 + volume,), (1,), at.counts - 2))
+    found = _sort(kernels[1], at, memory, near, keys, names, counted=True)
+    if answer is None:
+        return found, None
     outside, twice, *counts = answer()
     sites.raise_marks((outside, twice))
     return found, tuple(counts)
+
+
+# Writes the neighbours of sites, the keys of these columns, and into a table's memory two marks and the counts of
+# offsets; returns the row of each column, or `None` where it is the column.
+_LookUp = Callable[[Tensor, Tensor, Tensor, TableMemory], Tensor | None]
+
+
+def _in_grid(sites: Coordinates, geometry: Geometry, grid: tuple[int, GridNumbers]) -> _LookUp | None:
+    """Look neighbours up by their cells."""
+    volume, columns, device, indices = geometry.volume, sites.num_sites, sites.device, sites.indices.contiguous()
+    kernels = _launchers(device, _site_kernels, sites.ndim, indices.dtype, _key(volume))
+    if kernels is None:
+        return None
+    margin, (_, cells, lead, _) = grid
+
+    def look_up(near: Tensor, keys: Tensor, memory: Tensor, at: TableMemory) -> None:
+        table = torch.full((lead + cells,), -1, dtype=torch.int32, device=device)
+        numbers = [at.counts, lead, columns, margin]
+        kernels[0]([indices, table, memory, *numbers, volume, *sites.extents], at.blocks)
+        tensors = [indices, table, near, keys, memory, _powers(volume, device)]
+        kernels[1]([*tensors, *numbers, *sites.extents, *_moves(geometry), volume], at.blocks)
+
+    return look_up
+
+
+def _searched(sites: Coordinates, geometry: Geometry) -> _LookUp | None:
+    """Look neighbours up among the sorted numbers of cells: a column is the site of a key, in their order."""
+    volume, columns, device, indices = geometry.volume, sites.num_sites, sites.device, sites.indices.contiguous()
+    spans = spans_of(sites.extents, geometry.reach)
+    # Neighbours of cells on the rim have numbers too.
+    if max(spans) >= _EXTENT or math.prod(spans) > KEY_LIMIT // 2:
+        return None
+    dtype, margin = key_dtype(spans), spans[1] - sites.spatial_shape[0]
+    kernels = _launchers(device, _cell_kernels, sites.ndim, indices.dtype, dtype, _key(volume))
+    if kernels is None:
+        return None
+
+    def look_up(near: Tensor, keys: Tensor, memory: Tensor, at: TableMemory) -> Tensor:
+        cells = torch.empty(columns, dtype=dtype, device=device)
+        kernels[0]([indices, cells, memory, at.counts, columns, margin, volume, *sites.extents], at.blocks)
+        known, order = cells.sort(stable=True)
+        rows = order.int()
+        tensors = [known, rows, near, keys, memory, _powers(volume, device)]
+        numbers = [at.counts, 1 << columns.bit_length() - 1, columns, margin]
+        kernels[1]([*tensors, *numbers, *sites.spatial_shape, *_moves(geometry), volume], at.blocks)
+        return rows
+
+    return look_up
+
+
+def _moves(geometry: Geometry) -> tuple[int, ...]:
+    return (*geometry.kernel_size, *geometry.dilation, *geometry.padding)
 
 
 def site_marks(sites: Coordinates) -> Tensor | None:
     """Return (2,) what `Coordinates.raise_marks` reads, where a grid of the sites is small."""
     indices, device, dims = sites.indices, sites.device, sites.ndim
     grid = _grid_of(sites, 0)
-    kernels = None if grid is None else _launchers(device, _site_kernels, dims, indices.dtype, False)
+    kernels = None if grid is None else _launchers(device, _site_kernels, dims, indices.dtype, torch.int32)
     if grid is None or kernels is None:
         return None
     (number, look_up), indices, columns = kernels, indices.contiguous(), indices.shape[0]
@@ -294,7 +298,7 @@ def site_marks(sites: Coordinates) -> Tensor | None:
     words = torch.empty(even + 2, dtype=torch.int32, device=device)
     number([indices, table, words, even + 2, lead, columns, margin, 0, *sites.extents], blocks)
     tensors, extents = [indices, table, words, words, words, words], sites.extents
-    look_up([*tensors, 0, even + 2, lead, columns, margin, *extents, *[1] * (3 * dims), 0, blocks], blocks)
+    look_up([*tensors, even + 2, lead, columns, margin, *extents, *[1] * (3 * dims), 0], blocks)
     return words.as_strided((2,), (1,), even)
 
 
@@ -316,7 +320,7 @@ def reached_map(
     if not fits(spans, 0, columns, device) or indices.numel() >= _NARROW:
         return None
     own = _launchers(device, _reach_kernels, dims, indices.dtype, geometry.kind)
-    kernels = None if own is None else _launchers(device, _table_kernels, volume <= _NARROW_KEY)
+    kernels = None if own is None else _launchers(device, _table_kernels, _key(volume))
     if own is None or kernels is None:
         return None
     mark, write = own
@@ -351,7 +355,7 @@ def exchanged_table(near: Tensor, order: Tensor, inputs: int) -> Tensor | None:
     """Return (o, n) int32: the output that each of n inputs meets at each offset, or -1; see `NeighbourTable`."""
     volume, columns = near.shape
     small = 0 < volume * max(columns, inputs) < _NARROW
-    kernels = _launchers(near.device, _table_kernels, volume <= _NARROW_KEY) if small and columns else None
+    kernels = _launchers(near.device, _table_kernels, _key(volume)) if small and columns else None
     if kernels is None:
         return None
     table = torch.full((volume, inputs), -1, dtype=torch.int32, device=near.device)
@@ -362,14 +366,14 @@ def exchanged_table(near: Tensor, order: Tensor, inputs: int) -> Tensor | None:
 def pair_lists(memory: Tensor, at: TableMemory, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the offset, the output and the input of each entry of a sorted table, (count,) int32 each.
 
-    Ascending by offset, then output.
+    By offset, then in the order of the table's columns.
 
     Args:
         memory: of a table with counts.
         at: where its parts begin.
         count: all entries.
     """
-    kernels = _launchers(memory.device, _table_kernels, at.volume <= _NARROW_KEY) if count else None
+    kernels = _launchers(memory.device, _table_kernels, _key(at.volume)) if count else None
     if kernels is None:
         return None
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
@@ -378,6 +382,6 @@ def pair_lists(memory: Tensor, at: TableMemory, count: int) -> tuple[Tensor, Ten
     offset = whole.as_strided((count,), (1,), 0)
     output = whole.as_strided((count,), (1,), even)
     entry = whole.as_strided((count,), (1,), 2 * even)
-    numbers = [at.place, at.parts, at.counts, at.columns, at.blocks]
+    numbers = [at.rows, at.parts, at.counts, at.columns, at.blocks]
     kernels[3]([memory, offset, output, entry, *numbers], at.volume * at.blocks)
     return offset, output, entry

@@ -7,20 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = [
-    "COLUMNS",
-    "CONSTANTS",
-    "exchange",
-    "key",
-    "look_up",
-    "mark",
-    "masks",
-    "number",
-    "pairs",
-    "permute",
-    "search",
-]
-__all__ += ["write"]
+__all__ = ["COLUMNS", "CONSTANTS", "cell", "exchange", "look_up"]
+__all__ += ["mark", "masks", "number", "pairs", "permute", "search", "write"]
 
 # Columns of a table that one program takes; offsets that it takes at a time, and lines of offsets.
 COLUMNS = 512
@@ -44,12 +32,10 @@ _BY_OFFSETS = """    for first in range(0, volume, {offsets}):
         inside = (k < volume)[:, None] & here[None, :]
 """
 
-# Key: the offsets at which a column has an entry, as sums of `powers`; parts: entries of each offset in the block.
+# Key: the offsets at which a column has an entry, as sums of `powers`.
 _MASKS = """        present = (got >= 0).to(tl.int32)
         power = tl.load(powers + k, mask=k < volume, other=0)
         key += tl.sum(present * power[:, None], 0)
-        entries = tl.sum(present, 1)
-        tl.store(memory + (parts + k * blocks + block), entries, mask=k < volume)
 """
 _KEYS = "    tl.store(keys + column, key, mask=here)\n"
 # Two marks and the counts.
@@ -72,13 +58,12 @@ def _list(*names: str | list[str]) -> str:
 
 
 def _cells(dims: int) -> str:
-    """The cell of each site, in a grid with a margin after every axis but the first; moved inside where it is not."""
-    lines = ["    outside = column < 0\n", "    cell = tl.zeros(({columns},), tl.int32)\n"]
+    """The cell of each site, in a grid with a margin after every axis but the first, and which are `there`."""
+    lines = ["    there = here\n", "    cell = tl.zeros(({columns},), tl.int64)\n"]
     for axis in range(dims + 1):
         lines += [
             f"    x{axis} = tl.load(indices + (column * {dims + 1} + {axis}), mask=here, other=0)\n",
-            f"    outside = outside | (x{axis} < 0) | (x{axis} >= e{axis})\n",
-            f"    x{axis} = tl.minimum(tl.maximum(x{axis}, 0), e{axis} - 1).to(tl.int32)\n",
+            f"    there = there & (x{axis} >= 0) & (x{axis} < e{axis})\n",
             f"    cell = cell * (e{axis} + margin) + x{axis}\n",
         ]
     return "".join(lines)
@@ -92,122 +77,121 @@ def _kernel_cells(dims: int) -> str:
     return "".join(lines)
 
 
+def _steps(dims: int, offsets: str) -> str:
+    """By how much the number of a site's cell differs from that of its neighbour at each offset."""
+    lines = [f"        step = {offsets} * 0\n"]
+    for axis in range(1, dims + 1):
+        lines.append(f"        step = step * (e{axis} + margin) + (c{axis} * s{axis} - p{axis})\n")
+    return "".join(lines)
+
+
 def number(dims: int) -> str:
     """Write the row of each site at its cell, and zeros to the marks and counts that `look_up` adds to."""
     return _text(
         _list("indices", "table", "memory", "counts", "lead", "columns", "margin", "volume", _names("e", 0, dims)),
         _cells(dims),
-        "    tl.store(table + (lead + cell), column, mask=here)\n",
+        "    tl.store(table + (lead + cell), column, mask=there)\n",
         _ZEROS,
     )
 
 
 def look_up(dims: int) -> str:
-    """Look up the neighbours of all sites in the table that `number` wrote, with their keys, parts and counts.
+    """Look up the neighbours of all sites in the table that `number` wrote, with their keys and counts.
 
         near[k, i] = table[lead + cell[i] + step(k)]
 
     Before the counts two marks are set to 1: where a coordinate lies outside, and where the row of another site stands
     at a site's cell.
     """
-    steps = ["        step = k * 0\n"]
-    for axis in range(1, dims + 1):
-        steps.append(f"        step = step * (e{axis} + margin) + (c{axis} * s{axis} - p{axis})\n")
     moves = [_names(letter, 1, dims) for letter in "ksp"]
     return _text(
         _list(
-            *("indices", "table", "near", "keys", "memory", "powers", "parts", "counts"),
-            *("lead", "columns", "margin", _names("e", 0, dims), *moves, "volume", "blocks"),
+            *("indices", "table", "near", "keys", "memory", "powers", "counts"),
+            *("lead", "columns", "margin", _names("e", 0, dims), *moves, "volume"),
         ),
         _cells(dims),
         "    base = table + (lead + cell)\n",
-        "    other = tl.load(base, mask=here, other=0) != column\n",
-        "    tl.store(memory + (counts - 2 + column * 0), column * 0 + 1, mask=here & outside)\n",
-        "    tl.store(memory + (counts - 1 + column * 0), column * 0 + 1, mask=here & other)\n",
+        "    other = tl.load(base, mask=there, other=0) != column\n",
+        "    tl.store(memory + (counts - 2 + column * 0), column * 0 + 1, mask=here & ~there)\n",
+        "    tl.store(memory + (counts - 1 + column * 0), column * 0 + 1, mask=there & other)\n",
         "    key = tl.zeros(({columns},), tl.int32)\n",
         _BY_OFFSETS,
         _kernel_cells(dims),
-        *steps,
-        "        got = tl.load(base[None, :] + step[:, None], mask=inside, other=-1)\n",
+        _steps(dims, "k"),
+        "        got = tl.load(base[None, :] + step[:, None], mask=inside & there[None, :], other=-1)\n",
         "        tl.store(near + (k[:, None] * columns + column[None, :]), got, mask=inside)\n",
         _MASKS,
+        "        entries = tl.sum(present, 1)\n",
         '        tl.atomic_add(memory + (counts + k), entries, mask=k < volume, sem="relaxed")\n',
         _KEYS,
     )
 
 
-def key(dims: int) -> str:
+def cell(dims: int) -> str:
     """Write the number of each site's cell, or -1 where it lies outside, and zeros to what `search` adds to."""
-    lines = ["    outside = column < 0\n", "    cell = tl.zeros(({columns},), tl.int64)\n"]
-    for axis in range(dims + 1):
-        lines += [
-            f"    x{axis} = tl.load(indices + (column * {dims + 1} + {axis}), mask=here, other=0)\n",
-            f"    outside = outside | (x{axis} < 0) | (x{axis} >= e{axis})\n",
-            f"    cell = cell * (e{axis} + margin) + x{axis}\n",
-        ]
     return _text(
-        _list("indices", "keys", "memory", "counts", "columns", "margin", "volume", _names("e", 0, dims)),
-        *lines,
-        "    tl.store(keys + column, tl.where(outside, -1, cell), mask=here)\n",
+        _list("indices", "cells", "memory", "counts", "columns", "margin", "volume", _names("e", 0, dims)),
+        _cells(dims),
+        "    tl.store(cells + column, tl.where(there, cell, -1), mask=here)\n",
         _ZEROS,
     )
 
 
 def search(dims: int) -> str:
-    """Look up the neighbours of all sites among their sorted keys.
+    """Look up the neighbours of all sites among the sorted numbers of their cells, as `look_up` does in a table.
 
-        near[k, rows[i]] = rows[the place of keys[i] + step(k)], or -1
+        near[k, i] = rows[the place of known[i] + step(k)], or -1
 
     Offsets that differ in the last axis alone are a line: a search finds where it begins, and the others from there.
-    The marks before the counts are those of `look_up`.
     """
-    steps = ["        step = k.to(tl.int64) * 0\n"]
-    for axis in range(1, dims + 1):
-        steps.append(f"        step = step * (e{axis} + margin) + (c{axis} * s{axis} - p{axis})\n")
     moves = [_names(letter, 1, dims) for letter in "ksp"]
     return _text(
         _list(
-            *("keys", "rows", "near", "memory", "counts", "half", "columns", "margin"),
-            *(_names("e", 1, dims), *moves, "volume"),
+            *("known", "rows", "near", "keys", "memory", "powers", "counts"),
+            *("half", "columns", "margin", _names("e", 1, dims), *moves, "volume"),
         ),
-        "    own = tl.load(keys + column, mask=here, other=0).to(tl.int64)\n",
-        "    row = tl.load(rows + column, mask=here, other=0).to(tl.int32)\n",
-        "    after = tl.load(keys + (column + 1), mask=column + 1 < columns, other=-1)\n",
+        "    own = tl.load(known + column, mask=here, other=0).to(tl.int64)\n",
+        "    after = tl.load(known + (column + 1), mask=column + 1 < columns, other=-1)\n",
         "    tl.store(memory + (counts - 2 + column * 0), column * 0 + 1, mask=here & (own < 0))\n",
         "    tl.store(memory + (counts - 1 + column * 0), column * 0 + 1, mask=here & (own == after))\n",
+        "    key = tl.zeros(({columns},), tl.int32)\n",
         f"    for first in range(0, volume, {{lines}} * k{dims}):\n",
         f"        k = first + tl.arange(0, {{lines}}) * k{dims}\n",
         "        inside = (k < volume)[:, None] & here[None, :]\n",
         _kernel_cells(dims),
-        *steps,
+        _steps(dims, "k.to(tl.int64)"),
         "        wanted = own[None, :] + step[:, None]\n",
         "        place = column[None, :] * 0 + k[:, None] * 0\n",
         "        width = half\n",
         "        while width > 0:\n",
         "            last = place + (width - 1)\n",
         "            valid = inside & (last < columns)\n",
-        "            less = valid & (tl.load(keys + last, mask=valid, other=0) < wanted)\n",
+        "            less = valid & (tl.load(known + last, mask=valid, other=0) < wanted)\n",
         "            place += less.to(tl.int32) * width\n",
         "            width = width // 2\n",
         f"        for cell in range(0, k{dims}):\n",
         "            valid = inside & (place < columns)\n",
-        "            found = valid & (tl.load(keys + place, mask=valid, other=0) == wanted)\n",
-        "            got = tl.load(rows + place, mask=found, other=-1).to(tl.int32)\n",
-        "            tl.store(near + ((k + cell)[:, None] * columns + row[None, :]), got, mask=inside)\n",
-        "            entries = tl.sum(found.to(tl.int32), 1)\n",
+        "            found = valid & (tl.load(known + place, mask=valid, other=0) == wanted)\n",
+        "            got = tl.load(rows + place, mask=found, other=-1)\n",
+        "            tl.store(near + ((k + cell)[:, None] * columns + column[None, :]), got, mask=inside)\n",
+        "            present = found.to(tl.int32)\n",
+        "            power = tl.load(powers + (k + cell), mask=k < volume, other=0)\n",
+        "            key += tl.sum(present * power[:, None], 0)\n",
+        "            entries = tl.sum(present, 1)\n",
         '            tl.atomic_add(memory + (counts + k + cell), entries, mask=k < volume, sem="relaxed")\n',
         f"            wanted += s{dims}\n",
         f"            for _ in range(0, s{dims}):\n",
         "                valid = inside & (place < columns)\n",
-        "                less = valid & (tl.load(keys + place, mask=valid, other=0) < wanted)\n",
+        "                less = valid & (tl.load(known + place, mask=valid, other=0) < wanted)\n",
         "                place += less.to(tl.int32)\n",
+        _KEYS,
     )
 
 
 def masks() -> str:
-    """Keys and parts of a table (volume, columns)."""
+    """Keys of a table (volume, columns)."""
     return _text(
-        "near, keys, memory, powers, parts, columns, volume, blocks",
+        "near, keys, powers, columns, volume",
         "    key = tl.zeros(({columns},), tl.int32)\n",
         _BY_OFFSETS,
         "        got = tl.load(near + (k[:, None] * columns + column[None, :]), mask=inside, other=-1)\n",
@@ -219,22 +203,24 @@ def masks() -> str:
 def permute() -> str:
     """Put the columns of a table in an order.
 
-    memory[k, i] = near[k, order[i]];  rows[i] = names[order[i]];  place[order[i]] = i
+    memory[k, i] = near[k, order[i]];  rows[i] = names[order[i]]
 
-    `rows`, `place` and `words` begin at cells of `memory` behind the table. Where `named` is 0, `rows` is the order
-    itself. The words are the offsets of each column as bits, of no more than 31 offsets.
+    `rows`, `words` and `parts` begin at cells of `memory` behind the table. Where `named` is 0, `rows` is the order
+    itself. The words are the offsets of each column as bits, of no more than 31 offsets; the parts are the entries of
+    each offset in each block of columns.
     """
     return _text(
-        "near, order, names, memory, rows, place, words, columns, volume, named",
+        "near, order, names, memory, rows, words, parts, columns, volume, named, blocks",
         "    at = tl.load(order + column, mask=here, other=0).to(tl.int32)\n",
         "    name = tl.load(names + at, mask=here & (named > 0), other=0)\n",
         "    tl.store(memory + (rows + column), tl.where(named > 0, name, at), mask=here)\n",
-        "    tl.store(memory + (place + at), column, mask=here)\n",
         "    word = tl.zeros(({columns},), tl.int32)\n",
         _BY_OFFSETS,
         "        got = tl.load(near + (k[:, None] * columns + at[None, :]), mask=inside, other=-1)\n",
         "        tl.store(memory + (k[:, None] * columns + column[None, :]), got, mask=inside)\n",
-        "        word += tl.sum((got >= 0).to(tl.int32) << (k & 31)[:, None], 0)\n",
+        "        present = (got >= 0).to(tl.int32)\n",
+        "        word += tl.sum(present << (k & 31)[:, None], 0)\n",
+        "        tl.store(memory + (parts + k * blocks + block), tl.sum(present, 1), mask=k < volume)\n",
         "    tl.store(memory + (words + column), word, mask=here)\n",
     )
 
@@ -252,9 +238,9 @@ def exchange() -> str:
 
 
 def pairs() -> str:
-    """List the entries of a table by offset, then by row: a program takes a block of rows at one offset.
+    """List the entries of a table by offset, then by column: a program takes a block of columns at one offset.
 
-    Before its entries stand those of earlier offsets (`counts`), and of earlier blocks (`parts`). `place`, `parts` and
+    Before its entries stand those of earlier offsets (`counts`), and of earlier blocks (`parts`). `rows`, `parts` and
     `counts` begin at cells of `memory`, whose first are the table.
     """
     return """import triton
@@ -262,12 +248,12 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel(memory, offset, output, input, place, parts, counts, columns, blocks):
+def kernel(memory, offset, output, input, rows, parts, counts, columns, blocks):
     k = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    row = block * {columns} + tl.arange(0, {columns})
-    at = tl.load(memory + (place + row), mask=row < columns, other=0)
-    got = tl.load(memory + (k * columns + at), mask=row < columns, other=-1)
+    column = block * {columns} + tl.arange(0, {columns})
+    got = tl.load(memory + (k * columns + column), mask=column < columns, other=-1)
+    row = tl.load(memory + (rows + column), mask=column < columns, other=0)
     present = (got >= 0).to(tl.int32)
     before = tl.cumsum(present, 0) - 1
     some = tl.arange(0, {columns})

@@ -228,8 +228,8 @@ class NeighbourTable:
         order: (m,) int32.
         sorted_neighbours: (o, m) int32, contiguous.
         words: (m,) int32: the masks in that order, where they hold all offsets and are known.
-        memory: one int32 tensor that holds the table and what `TableMemory` lists, where hand-written kernels sorted a
-            table whose column i was output i; else `None`.
+        memory: one int32 tensor that holds the table and what `TableMemory` lists, where hand-written kernels sorted
+            it; else `None`.
         at: the offsets of these parts in `memory`.
         counted: whether `memory` holds the number of pairs of each offset.
 
@@ -247,11 +247,10 @@ class NeighbourTable:
     counted: bool = False
 
     @classmethod
-    def of_sorted(cls, found: SortedTable, *, named: bool = False) -> NeighbourTable:
-        """Return the table that hand-written kernels sorted; `named`: before that, column i was not output i."""
+    def of_sorted(cls, found: SortedTable) -> NeighbourTable:
+        """Return the table that hand-written kernels sorted."""
         order, near, words, memory, at, counted = found
-        known = None if at[0] > MASK_BITS else words
-        return cls(order, near, known) if named else cls(order, near, known, memory, at, counted)
+        return cls(order, near, None if at[0] > MASK_BITS else words, memory, at, counted)
 
     @classmethod
     def identity(cls, outputs: int, device: torch.device) -> NeighbourTable:
@@ -270,18 +269,16 @@ class NeighbourTable:
     @property
     def neighbours(self) -> Tensor:
         """(o, m) int32: the columns in the order of the outputs' rows; not kept."""
-        memory, at = self.memory, self.at
-        if memory is not None and at is not None:
-            return self.sorted_neighbours.index_select(1, memory.as_strided((at.columns,), (1,), at.place))
         return torch.empty_like(self.sorted_neighbours).index_copy_(1, self.order.long(), self.sorted_neighbours)
 
     def pair_list(self, count: int) -> dict[str, Tensor]:
-        """Return `list_of_table` of these neighbours, of which there are so many."""
+        """Return every pair once, as `list_of_table` does; of one offset, in the order of the columns."""
         lists, memory, at = None, self.memory, self.at
         if memory is not None and at is not None and self.counted:
             lists = pair_lists(memory, at, count)
         if lists is None:
-            return list_of_table(self.neighbours, count)
+            found = list_of_table(self.sorted_neighbours, count)
+            return found | {"OutIdx": self.order[found["OutIdx"]]}
         return {"Off": lists[0], "OutIdx": lists[1], "InIdx": lists[2]}
 
     @property
@@ -343,7 +340,7 @@ def order_by_mask(neighbours: Tensor, rows: Tensor | None = None) -> NeighbourTa
     """
     found = sorted_table(neighbours, rows)
     if found is not None:
-        return NeighbourTable.of_sorted(found, named=rows is not None)
+        return NeighbourTable.of_sorted(found)
     volume, device = neighbours.shape[0], neighbours.device
     compared = neighbours
     if volume > MASK_BITS:

@@ -76,7 +76,7 @@ def by_torch() -> Generator[None]:
 
 
 def made_by_kernels(near: KernelMap) -> bool:
-    """Whether its table was sorted by hand-written kernels, with columns in the order of rows."""
+    """Whether its table was sorted by hand-written kernels."""
     return near.table.memory is not None
 
 
