@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from insum_nn.compiler.ir.graph import around, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
-    Buffer,
     Cast,
     Const,
     Expr,
@@ -117,42 +117,41 @@ class _Fold:
 
     def store(self, store: Store) -> list[Store]:
         """The store at one point; none where a condition that is known now does not hold."""
-        conditions = [self.expr(condition) for condition in conjuncts(store.where)]
+        conditions = [self.fold(condition) for condition in conjuncts(store.where)]
         if any(isinstance(c, Const) and not c.value for c in conditions):
             return []
-        subscripts = tuple(self.expr(s) for s in store.subscripts)
-        return [Store(store.buffer, subscripts, self.expr(store.value), store.combine, conjunction(conditions))]
+        subscripts = tuple(self.fold(s) for s in store.subscripts)
+        return [Store(store.buffer, subscripts, self.fold(store.value), store.combine, conjunction(conditions))]
 
-    def expr(self, node: Expr) -> Expr:
-        found = self.fold(node)
-        assert isinstance(found, Expr)
-        return found
-
-    def fold(self, node: Node) -> Node:
-        if isinstance(node, Buffer):
-            return node
+    def fold(self, node: Node) -> Any:
+        """What becomes of a node: of an expression an expression."""
         memo = self.memo if node in self.varying else self.steady
         found = memo.get(node)
         if found is None:
-            found = memo[node] = self.evaluated(node.rebuild(self.fold) if node.children() else node)
+            found = memo[node] = self.made(node)
         return found
 
-    def evaluated(self, node: Node) -> Node:
+    def made(self, node: Node) -> Node:
+        """What becomes of a node, made of what becomes of its parts: no node that is only on the way."""
         if isinstance(node, Load):
-            if node.buffer.name in self.tables:
-                return self.entry(node, self.tables[node.buffer.name])
-            return Load(node.buffer, node.subscripts, conjunction(conjuncts(node.where)), node.fill)
-        if isinstance(node, Cast) and isinstance(node.value, Const):
-            return node.value
+            subscripts = tuple([self.fold(each) for each in node.subscripts])
+            table = self.tables.get(node.buffer.name)
+            if table is not None:
+                return self.entry(subscripts, table)
+            where = None if node.where is None else conjunction(conjuncts(self.fold(node.where)))
+            return Load(node.buffer, subscripts, where, node.fill)
         if isinstance(node, Op):
+            args = [self.fold(each) for each in node.args]
             if node.name == "add":
-                return add(*node.args)
-            if node.name == "mul" and all(_integer(arg) for arg in node.args):
-                return multiply(*node.args)
-            if node.name == "at_least" and self.least(node.args[0]) >= 0 and node.args[1] is Const(0):
+                return add(*args)
+            if node.name == "mul" and all([_integer(arg) for arg in args]):
+                return multiply(*args)
+            if node.name == "at_least" and self.least(args[0]) >= 0 and args[1] is Const(0):
                 return Const(True, "bool")
-            return operation(node.name, *node.args)
-        return node
+            return operation(node.name, *args)
+        if isinstance(node, Cast) and isinstance(value := self.fold(node.value), Const):
+            return value
+        return node.rebuild(self.fold) if node.children() else node
 
     def least(self, expr: Expr) -> float:
         """The least value of an affine sum of loops; minus infinity: it is not known."""
@@ -168,26 +167,27 @@ class _Fold:
             return -math.inf if extent is None else min(0, step * (extent - 1))
         return -math.inf
 
-    def entry(self, load: Load, table: StaticTable) -> Expr:
+    def entry(self, subscripts: Sequence[Expr], table: StaticTable) -> Expr:
         """A table's entry: a number, or a number and steps along the loops that are left."""
-        left = [node for node in walk(*load.subscripts) if isinstance(node, Index)]
-        start = self.at(load, table, {})
+        left: list[Index] = []
+        if not all([isinstance(each, Const) for each in subscripts]):
+            left = [node for node in walk(*subscripts) if isinstance(node, Index)]
+        start = self.at(subscripts, table, {})
         found: Expr = Const(start, "float64" if isinstance(start, float) else "int64")
         for index in left:
             # With a single value any step will do; one that is not 0 keeps the index in the address, for its mask.
-            step = self.at(load, table, {index: 1}) - start if self.extents[index.name] != 1 else 1
+            step = self.at(subscripts, table, {index: 1}) - start if self.extents[index.name] != 1 else 1
             found = add(found, multiply(Const(int(step)), index))
         return found
 
-    def at(self, load: Load, table: StaticTable, point: Mapping[Index, int]) -> int | float:
+    def at(self, subscripts: Sequence[Expr], table: StaticTable, point: Mapping[Index, int]) -> int | float:
         places: list[int] = []
-        for subscript in load.subscripts:
-            value = subscript
+        for value in subscripts:
             if not isinstance(value, Const):
                 inside = [node for node in walk(value) if isinstance(node, Index)]
                 values: dict[Node, Node] = {index: Const(point.get(index, 0)) for index in inside}
                 every = _varying((value,), frozenset(inside))
-                value = _Fold(self.tables, self.extents, values, every, {}).expr(value)
+                value = _Fold(self.tables, self.extents, values, every, {}).fold(value)
             assert isinstance(value, Const)
             places.append(int(value.value))
         return table.at(places)
