@@ -10,7 +10,6 @@ import torch
 from insum_nn.errors import InsumFormatError, InsumRangeError
 from insum_nn.structure import coordinates
 from insum_nn.structure.coordinates import Coordinates, spans_of
-from insum_nn.structure.kernel_map import search
 from insum_nn.structure.kernel_map.build import build_kernel_map
 from insum_nn.structure.site_grid import SiteGrid, fits
 from tests.ops.conv_oracle import geometry, random_sites
@@ -136,18 +135,6 @@ def test_maps_made_in_inference_mode_hold_ordinary_tensors(device):
         for near in found:
             tensors = [*near.table.tensors.values(), *near.inverse.table.tensors.values(), *near.pair_list.values()]
             assert not any(tensor.is_inference() for tensor in tensors)
-
-
-def test_strided_maps_by_marks(monkeypatch):
-    """As on a GPU, where the cells that a kernel reaches are marked instead of sorted."""
-    for how in (geometry("conv", (3, 3, 3), 2, 1), geometry("conv", (2, 2, 2), 2), geometry("transpose", (2, 3, 2), 2)):
-        sites = random_sites((6, 5, 7), 2, 30)
-        want = build_kernel_map(sites, how, by_table=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(search, "_marks", lambda *_: True)
-            got = build_kernel_map(sites, how, by_table=True)
-        assert torch.equal(got.out_indices, want.out_indices)
-        assert torch.equal(got.neighbours, want.neighbours)
 
 
 def test_grids_share_no_memory(device):

@@ -6,8 +6,8 @@ constant, so all neighbours of all voxels are found by one search among the sort
 middle cell is its own mirror: where a voxel meets another on one side, that one meets it on the other; half of the
 cells are searched. Nothing of it reads the device.
 
-How many voxels a strided kernel reaches depends on the coordinates: their cells are marked, or else their keys sorted,
-and their number is read, once. Before that, and after it, all sizes are bounds that are known ahead.
+How many voxels a strided kernel reaches depends on the coordinates: their keys are sorted, and their number is read,
+once. Before that, and after it, all sizes are bounds that are known ahead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from insum_nn.structure.coordinates import Coordinates, SiteKeys, spans_of
 from insum_nn.structure.kernel_map.geometry import Geometry
-from insum_nn.structure.site_grid import fits, steps_of
+from insum_nn.structure.site_grid import steps_of
 from insum_nn.structure.transfers import constant
 
 __all__ = ["Neighbours", "reached_neighbours", "submanifold_neighbours"]
@@ -146,18 +146,18 @@ def reached_neighbours(
     """
     spans, volume, rows = spans_of((sites.batch_size, *shape)), geometry.volume, sites.num_sites
     cells, bits = math.prod(spans), _bits(geometry)
-    most = (cells + 1 + rows) << bits
+    most = (cells + 2) << bits
     if most > _CELL_LIMIT:
         return None
     if not rows:
         none = torch.empty(volume, 0, dtype=torch.int32, device=sites.device)
         return Neighbours(Coordinates(sites.indices, shape, sites.batch_size), none, None)
-    marks, whole = _marks(spans, sites), _is_whole(sites, geometry, shape)
+    whole = _is_whole(sites, geometry, shape)
     # Of what leads nowhere, one for each axis may be added up.
-    narrow = not marks and most <= _NARROW_CELLS // (1 if whole else 2 + sites.ndim)
+    narrow = most <= _NARROW_CELLS // (1 if whole else 2 + sites.ndim)
     dtype = torch.int32 if narrow else torch.int64
     found = _codes(sites, geometry, shape, spans, dtype, whole=whole, proven=facts is None)
-    numbered = _marked(found, cells) if marks else _sorted(found, cells)
+    numbered = _sorted(found, cells)
     # The only read of the device.
     count, *limits = (numbered.total if facts is None else torch.cat([numbered.total, facts])).tolist()
     if facts is not None:
@@ -184,8 +184,7 @@ class _Codes(NamedTuple):
     Attributes:
         code: (j, n): the output's key times 2 ** bits, plus the offset; of what leads nowhere, at least `miss`.
         bits: of offsets.
-        miss: greater than any code, even with as many cells more as there are voxels; `None`: every candidate leads to
-            an output.
+        miss: greater than any code, by more than an offset; `None`: every candidate leads to an output.
     """
 
     code: Tensor
@@ -226,36 +225,11 @@ def _is_whole(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) ->
     return geometry.kind == "transpose" or all(k == s and gap == 1 and x <= m * s for x, m, k, s, gap in parts)
 
 
-def _marks(spans: tuple[int, ...], sites: Coordinates) -> bool:
-    """Return whether to mark reached cells: on a GPU, where clearing and scanning cells is faster than sorting."""
-    return sites.device.type == "cuda" and fits(spans, 0, sites.num_sites, sites.device)
-
-
-def _marked(found: _Codes, cells: int) -> _Numbered:
-    """Outputs by the cells that candidates mark."""
-    code, bits, miss = found
-    voxels, device = code.shape[1], code.device
-    key = code >> bits
-    if miss is not None:
-        # Each voxel marks a cell of its own instead, after the last: many writes to one cell would wait in line.
-        key = torch.minimum(key, torch.arange(cells, cells + voxels, device=device))
-    key, spare = key.view(-1), 0 if miss is None else voxels
-    marks = torch.zeros(cells + spare, dtype=torch.int32, device=device)
-    numbers = marks.scatter_(0, key, 1).cumsum_(0)
-    number = numbers.index_select(0, key).long()
-    return _Numbered(code.view(-1), key, number, _rows_of(code), numbers[cells - 1 : cells], spare)
-
-
-def _rows_of(code: Tensor) -> Tensor:
-    """int32: the voxel of each candidate."""
-    rows = torch.arange(code.shape[1], dtype=torch.int32, device=code.device)
-    return rows.expand(code.shape).reshape(-1)
-
-
 def _sorted(found: _Codes, cells: int) -> _Numbered:
     """Number the outputs by sorting. On a CPU, where reading a count costs no wait, only candidates that reach one."""
     code, bits, miss = found
-    device, flat, rows = code.device, code.view(-1), _rows_of(code)
+    device, flat = code.device, code.view(-1)
+    rows = torch.arange(code.shape[1], dtype=torch.int32, device=device).expand(code.shape).reshape(-1)
     if miss is not None and device.type == "cpu":
         at, miss = (flat < miss).nonzero().squeeze(1), None
         flat, rows = flat.index_select(0, at), rows.index_select(0, at)
@@ -333,7 +307,7 @@ def _codes(
         outside = place * numbers(stride) != ahead
     miss = None
     if not whole:
-        miss = outer[0] * spans[0] + ((1 + sites.num_sites) << bits)
+        miss = outer[0] * spans[0] + (1 << bits)
         beyond = inside(place, (sites.batch_size, *shape)) != place
         part = part.masked_fill(beyond if outside is None else beyond.logical_or_(outside), miss)
     if longest == 1:
