@@ -139,14 +139,12 @@ CACHED_FUNCTIONS: dict[str, str] = {
 # file of ops/ or layers/ -> why it registers an operator of its own all the same; each line here is a debt.
 OWN_OPERATORS: dict[str, str] = {
     "insum_nn/ops/adjacency_product.py": "takes gradients by the transposed matrix; the statement's would sort it",
-    "insum_nn/ops/tensor_product.py": "TorchScript keeps it; on a GPU several gradients are one kernel behind it",
+    "insum_nn/ops/tensor_product.py": "Dynamo and TorchScript keep it, and see no statements",
 }
 
 # Gradients are derived: `compiler/lang/derivative.py`.
 # file of ops/ or layers/ -> why it writes the gradient of an operator all the same; each line here is a debt.
-OWN_GRADIENTS: dict[str, str] = {
-    "insum_nn/ops/tensor_product.py": "of the operator above, which computes several gradients by one kernel",
-}
+OWN_GRADIENTS: dict[str, str] = {}
 
 # A product or a scatter is a statement.
 LIBRARY_CALLS = (

@@ -19,7 +19,6 @@ from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.artifact import Artifact, Step
-from insum_nn.compiler.runtime.batched_gradients import for_each_vector
 from insum_nn.compiler.runtime.composite.statement_choice import (
     LONG_SUM,
     MOST_CELLS,
@@ -44,17 +43,13 @@ from insum_nn.compiler.runtime.modes import (
     under_autocast,
     without_autocast,
 )
-from insum_nn.compiler.runtime.multilinear import (
-    Sums,
-    multilinear,
-    multilinear_gradients,
-)
+from insum_nn.compiler.runtime.multilinear import Sums, multilinear
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, Shape
 from insum_nn.compiler.runtime.several_statements import StatementsProgram, run_statements
 from insum_nn.compiler.runtime.statement_graph import StatementGraph
-from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner, needed_gradients
-from insum_nn.compiler.runtime.steps.watch import statement_calls
+from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner
+from insum_nn.compiler.runtime.steps.watch import statement_calls, watch
 from insum_nn.compiler.runtime.steps.whole_step import call_step
 from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
 from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
@@ -81,7 +76,6 @@ __all__ = [
     "dense_uses",
     "fits_between",
     "fits_both_ends",
-    "for_each_vector",
     "graph_constant",
     "inline_by_rows",
     "insum",
@@ -93,8 +87,6 @@ __all__ = [
     "keep_inner",
     "keep_lengths",
     "multilinear",
-    "multilinear_gradients",
-    "needed_gradients",
     "options_text",
     "pairs_are_faster",
     "paths_are_products",
@@ -107,6 +99,7 @@ __all__ = [
     "table",
     "to_autocast",
     "under_autocast",
+    "watch",
     "without_autocast",
 ]
 

@@ -24,23 +24,15 @@ sums by one kernel, or by two where none may be added up in memory.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import (
-    Explanation,
-    for_each_vector,
     is_plain_eager,
-    is_traced,
     is_transformed,
     multilinear,
-    multilinear_gradients,
-    needed_gradients,
-    records_graph,
-    statement_calls,
     without_autocast,
 )
 from insum_nn.ops.tensor_product_checks import check_operands
@@ -52,7 +44,6 @@ from insum_nn.tensor_cache import same_view
 __all__ = [
     "TensorProductSpec",
     "checked_product",
-    "explain_tensor_product",
     "expressions",
     "tensor_product",
     "tensor_product_right",
@@ -166,36 +157,6 @@ def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tenso
     return _right(text, y, weight)
 
 
-def explain_tensor_product(
-    spec: TensorProductSpec,
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    receivers: Tensor | None = None,
-    senders: Tensor | None = None,
-    *,
-    statement: int = 0,
-    measure: bool = False,
-) -> Explanation:
-    """Explain one statement of the output on these tensors, and how the gradients ran last."""
-    sums = _Sums(spec.to_json(), receivers, senders, x.shape[0], x.shape[0])
-    layout, operands = layout_of(sums.text), sums.reads({"x": x, "y": y, "w": weight})
-    source = role_of(layout, "z", x.device, x.dtype)
-    with torch.no_grad():
-        calls = statement_calls(lambda: source(operands, x.shape[0]))
-    explained: Explanation = calls[statement].explain(measure=measure)
-    if (count := len(calls)) > 1:
-        others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
-        explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
-    # How these were computed last.
-    for what, requested, grads in (("gradients", "xyw", ()), ("second gradients", "xywz", ("x", "y", "w"))):
-        for joint in roles_of(layout, requested, x.device, x.dtype, grads).joint:
-            if joint.reason:
-                how, why = joint.reason.split(": ", 1)
-                explained = explained.with_choice(what, f"of {', '.join(joint.roles)} {how}", why)
-    return explained
-
-
 Factors = Mapping[str, Tensor]
 # Stands for a number of rows: as many as the operator's first tensor has. Only used where the output is computed, whose
 # first tensor is `x`.
@@ -290,10 +251,6 @@ class _Sums(NamedTuple):
         if not torch.compiler.is_compiling() and is_transformed():
             # Transforms go through the programs, which know them; a registered operator does not.
             return self.run(requested, operands)[requested]
-        if is_traced(*given) and not records_graph(given[:3]):
-            return torch.ops.insum_nn.tensor_product_call(  # type: ignore[no-any-return]
-                self.text, requested, *given, self.num_x, self.num_z
-            )
         return multilinear(self, requested, factors)[requested]
 
     def derivative(self, left: str) -> _Sums:
@@ -301,17 +258,14 @@ class _Sums(NamedTuple):
         return self._replace(text=layout_of(self.text).linear_text) if left == "w" else self
 
 
-# The registered operators: how tracing, TorchScript and exported graphs see tensor products. Dynamo and TorchScript
-# keep the composite ones; AOTAutograd, export and make_fx decompose these into torch's operations, or, on a GPU,
-# `tensor_product` into `tensor_product_call`.
+# The registered operators: how Dynamo and TorchScript see tensor products. AOTAutograd, export and make_fx decompose
+# them into what their statements become.
 
-_SCHEMA = (
+torch.library.define(
+    "insum_nn::tensor_product",
     "(str spec, str role, Tensor first, Tensor second, Tensor third, Tensor? receivers, Tensor? senders, "
-    "SymInt num_x, SymInt num_z) -> Tensor"
+    "SymInt num_x, SymInt num_z) -> Tensor",
 )
-torch.library.define("insum_nn::tensor_product", _SCHEMA)
-
-
 torch.library.define("insum_nn::tensor_product_right", "(str spec, Tensor y, Tensor weight) -> Tensor")
 
 
@@ -334,37 +288,3 @@ def _right(spec: str, y: Tensor, weight: Tensor) -> Tensor:
 
 
 torch.library.impl("insum_nn::tensor_product_right", "CompositeImplicitAutograd", _right)
-
-
-@torch.library.custom_op("insum_nn::tensor_product_call", mutates_args=(), schema=_SCHEMA)
-def _operator(spec: str, role: str, *operands: Any) -> Tensor:
-    sums, given = _sums_of(spec, role, *operands)
-    return sums.run(role, given)[role]
-
-
-@_operator.register_fake
-def _fake(spec: str, role: str, first: Tensor, *rest: Any) -> Tensor:
-    layout, rows = layout_of(spec), _sums_of(spec, role, first, *rest)[0].rows[role]
-    if role == "w":
-        batch = () if layout.spec.shared else (rows,)
-        return first.new_empty(*batch, layout.spec.weight_numel)
-    return first.new_empty(rows, layout.dims[role])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    spec, role, *tensors, num_x, num_z = inputs
-    ctx.constants = (spec, role, *_counted(tensors[0], num_x, num_z))
-    ctx.save_for_backward(*tensors)
-
-
-@for_each_vector
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    spec, role, num_x, num_z = ctx.constants
-    *given, receivers, senders = ctx.saved_tensors
-    operands = dict(zip(others(role), given, strict=True)) | {role: grad}
-    requested = list(compress(others(role), needed_gradients(ctx, 2, 3, (spec, role))))
-    made = multilinear_gradients(_Sums(spec, receivers, senders, num_x, num_z), role, requested, operands, plain=False)
-    return None, None, *(made.get(x) for x in others(role)), None, None, None, None
-
-
-_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -17,7 +17,7 @@ from insum_nn.compiler.api import (
     graph_constant,
     is_traced,
     paths_are_products,
-    records_graph,
+    watch,
 )
 from insum_nn.dtypes import is_widened
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
@@ -80,7 +80,7 @@ class Role:
             return whole(operands, size, key)
         results: dict[Hashable, Tensor] = {}
         given = list(map(operands.__getitem__, others(self.role)))
-        traced = key is None and (records_graph(given) or is_traced(*given))
+        traced = key is None and is_traced(*given)
         for step in self.steps:
             program, written, shape = step.source.program, step.source.written, step.source.out_shape(size)
             tensors = [step.tables[name] if read is None else read(operands) for name, _, read in step.reads]
@@ -297,7 +297,8 @@ class Roles(NamedTuple):
             rows: of each role.
             key: what decides the shapes, dtypes and devices of all these: they are plain, and no mode is active.
         """
-        found = self.jointly(operands, rows, key)
+        # Who asks which statements run is shown each.
+        found = self.jointly(operands, rows, key) if watch.calls is None else {}
         for role, source in self.sources.items():
             if role not in found:
                 found[role] = source(operands, rows[role], key)

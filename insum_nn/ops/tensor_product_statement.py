@@ -30,8 +30,8 @@ from insum_nn.compiler.api import (
     Program,
     compile_built,
     graph_constant,
+    is_traced,
     pays_between,
-    records_graph,
 )
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
@@ -234,7 +234,7 @@ class _Tables:
             else:
                 flat = operands.get((operand, mul))
                 if flat is None:
-                    flat = tensor.index_select(1, graph_constant(order) if records_graph((tensor,)) else order)
+                    flat = tensor.index_select(1, graph_constant(order) if is_traced(tensor) else order)
                     operands[operand, mul] = flat
             return flat.reshape(tensor.shape[0], *shape)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
+from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumRangeError, InsumShapeError
 from insum_nn.ops.tensor_product import (
     TensorProductSpec,
-    explain_tensor_product,
     expressions,
     tensor_product,
     tensor_product_right,
@@ -182,15 +182,6 @@ def test_third_derivatives():
 
     for got, expected in zip(third(lambda *t: tensor_product(spec, *t)), third(oracle), strict=True):
         assert_matches(got, expected, dtype=torch.float64, kind="second")
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_operator_rules(shared: bool):
-    """The registered operator's schema, fake kernel and autograd registration."""
-    spec = spec_of(one_mode("uvw", True, 2, 1, 2, lmax=1), shared=shared)
-    inputs = [t.requires_grad_() for t in inputs_of(spec, 3)]
-    operator = torch.ops.insum_nn.tensor_product_call.default
-    torch.library.opcheck(operator, (spec.to_json(), "z", *inputs, None, None, 3, 3))
 
 
 @pytest.mark.parametrize("convolution", [True, False])
@@ -374,10 +365,11 @@ def test_spec_as_text_and_pickle():
 
 
 @pytest.mark.parametrize("copies", [1, 3])
-def test_explain_names_the_statement(copies: int):
+def test_who_asks_is_shown_each_statement(copies: int):
     spec = spec_of(one_mode("uvu", True, 4, copies, 5), shared=True)
-    explanation = explain_tensor_product(spec, *inputs_of(spec, 3))
-    assert expressions(spec)[0] in str(explanation)
+    calls = statement_calls(lambda: tensor_product(spec, *inputs_of(spec, 3)))
+    assert tuple(call.program.expression for call in calls) == expressions(spec)
+    assert expressions(spec)[0] in str(calls[0].explain())
 
 
 @pytest.mark.parametrize("shared", [True, False])

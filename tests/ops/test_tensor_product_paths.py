@@ -12,10 +12,11 @@ from torch import Tensor
 
 pytest.importorskip("e3nn")
 
+from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.kernels.c_program import CProgram
 from insum_nn.compiler.runtime.steps import needed_gradients
 from insum_nn.errors import InsumError, InsumRangeError
-from insum_nn.ops.tensor_product import explain_tensor_product, tensor_product
+from insum_nn.ops.tensor_product import tensor_product
 from insum_nn.ops.tensor_product_roles import Together
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec
 from insum_nn.testing.tolerances import assert_matches
@@ -265,7 +266,8 @@ def test_gradients_that_are_not_requested(runs: list[str], monkeypatch: pytest.M
 def test_explained():
     case = Case("8x1o", "1x0e+1x1o+1x2e", "8x1o", tuple((0, y, 0, "uvw", True) for y in (0, 2)))
     spec = spec_of(case, shared=True)
-    found = explain_tensor_product(spec, *inputs_of(spec, 5))
+    (call,) = statement_calls(lambda: tensor_product(spec, *inputs_of(spec, 5)))
+    found = call.explain()
     assert found.backend == "c"
     assert found.reason == "the statement runs as 2, in one C function"
     assert any(decision.topic == "order" and ", then " in decision.choice for decision in found.decisions)

@@ -18,7 +18,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript, Term
 
-__all__ = ["batched_access", "each_vector", "factors_of_entries", "for_each_tangent", "for_each_vector"]
+__all__ = ["batched_access", "each_vector", "factors_of_entries", "for_each_tangent"]
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 Forward = Callable[..., Tensor]
@@ -27,24 +27,11 @@ Forward = Callable[..., Tensor]
 _DEEPEST = 16
 
 
-def for_each_vector(backward: Backward) -> Backward:
-    """Wrap a backward pass so that it runs once for each vector of a batch, and stack the results.
-
-    Lazily negated gradients arrive negated, since kernels read memory as it is.
-    """
-
-    @wraps(backward)
-    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        for grad in grads:
-            if grad is not None and (is_legacy_batchedtensor(grad) or grad.is_neg()):
-                return each_vector(backward, ctx, grads)
-        return backward(ctx, *grads)
-
-    return run
-
-
 def each_vector(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Run a backward pass for gradients some of which represent a batch, or are lazily negated; `for_each_vector`."""
+    """Run a backward pass for gradients some of which represent a batch, or are lazily negated.
+
+    Negated ones arrive as they are worth: kernels read memory as it is.
+    """
     for grad in grads:
         if grad is not None and is_legacy_batchedtensor(grad):
             return _one_by_one(backward, ctx, grads)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3nnLayer, adopt, e3nn_nn, runs_directly
+from insum_nn.layers.equivariant.adoption import E3nnLayer, ProductLayer, adopt, e3nn_nn, runs_directly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 
 __all__ = ["Gate"]
@@ -94,10 +94,7 @@ class Gate(E3nnLayer, e3nn_nn.Gate):
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         return self.mul._elsewhere()
 
-    def explain(self, features: Tensor, **how: Any) -> Any:
-        """Explain how the product runs on features (n, irreps_in.dim): see `TensorProduct.explain`."""
-        _, gates, gated = self.sc(features)
-        return self.mul.explain(gated, self.act_gates(gates), **how)
+    explain = ProductLayer.explain
 
     def _gated(self, features: Tensor) -> Tensor | None:
         """Return the output without a copy of the input; `None`: e3nn's code is to run."""

@@ -13,7 +13,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.faults import check_choice
 from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, WeightedLayer, adopt, o3, runs_directly
 from insum_nn.layers.equivariant.checks import InputError
-from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product
 from insum_nn.ops.tensor_product_spec import LAYOUTS
 from insum_nn.structure.irreps import Entry, Path, entries_of
 from insum_nn.structure.transfers import constant
@@ -146,11 +146,6 @@ class Linear(WeightedLayer, o3.Linear):
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         return super()._elsewhere() | {E3NN_IN_GRAPHS if self._text else "e3nn's own code": ()}
-
-    def explain(self, features: Tensor, weight: Tensor | None = None, **how: Any) -> Any:
-        """Explain how one `statement=` runs on features (n, irreps_in.dim), timed with `measure=`: an `Explanation`."""
-        one = features.new_ones(features.shape[0], 1)
-        return explain_tensor_product(self.spec, features, one, self.weight if weight is None else weight, **how)
 
     def _multiplied(self, features: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
         """Return the output by statements; `None`: e3nn's code is to run."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, E3nnLayer, ProductLayer, adopt, o3, runs_directly
-from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path
 
@@ -93,11 +93,6 @@ class SphericalHarmonics(ProductLayer, E3nnLayer, o3.SphericalHarmonics):
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         return super()._elsewhere() | {E3NN_IN_GRAPHS: ()}
-
-    def explain(self, x: Tensor, *, statement: int = 0, **how: Any) -> Any:
-        """Explain how one statement runs on vectors (n, 3), timed with `measure=`: an `Explanation`."""
-        below = x if statement == 0 else self._degrees(x)[statement + 1]
-        return explain_tensor_product(self._specs()[statement], below, x, x.new_empty(0), **how)
 
     def _harmonics(self, x: Tensor) -> Tensor | None:
         """Return the output by statements; `None`: e3nn's code is to run."""

@@ -14,7 +14,7 @@ from insum_nn.layers.equivariant.adoption import WeightedLayer, adopt, o3
 from insum_nn.layers.equivariant.checks import InputError, check_inputs, check_weights, fits_plainly
 from insum_nn.layers.equivariant.constants import add_constants, did_compile_right, drop_constants, generate_code
 from insum_nn.ops.statements import to_autocast
-from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product, tensor_product_right
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, tensor_product_right
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path, entries_of, make_paths
 
@@ -200,10 +200,6 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         return super()._elsewhere() | (
             {"for one row of weights": one_row} if set(one_row) - {*self._statements()} else {}
         )
-
-    def explain(self, x: Tensor, y: Tensor, weight: Tensor | None = None, **how: Any) -> Any:
-        """Explain how one `statement=` runs on these inputs (2-d), timed with `measure=`: an `Explanation`."""
-        return explain_tensor_product(self.spec, x, y, self._get_weights(weight), **how)
 
     # State: e3nn's checkpoints hold dense coefficient blocks, constants that the static tables replace.
 

@@ -19,7 +19,7 @@ from insum_nn.layers.equivariant.linear import axes_of, turned
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.statement_layer import renamed, with_attributes
 from insum_nn.ops.statements import to_autocast, under_autocast
-from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, explain_tensor_product
+from insum_nn.ops.tensor_product import TensorProductSpec, checked_product
 from insum_nn.ops.tensor_product_checks import check_ends, check_kinds, check_shapes
 
 __all__ = ["TensorProductConv"]
@@ -147,10 +147,6 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
     def reorder_weights_to_e3nn(self, weights: Tensor, has_batch_dim: bool = True) -> Tensor:
         """Return the weights unchanged."""
         return weights
-
-    def explain(self, X: Tensor, Y: Tensor, W: Tensor | None, rows: Tensor, cols: Tensor, **how: Any) -> Any:
-        """Explain how one `statement=` runs on these inputs, timed with `measure=`: an `Explanation`."""
-        return explain_tensor_product(self.spec, X, Y, self.tensor_product._get_weights(W), rows, cols, **how)
 
     def forward(
         self,
