@@ -217,11 +217,10 @@ class _Sums(NamedTuple):
     ) -> dict[str, Tensor]:
         some = next(iter(operands.values()))
         device, dtype = some.device, some.dtype
-        layout, rows, read = layout_of(self.text), self.rows, self.reads(operands)
+        read = self.reads(operands)
+        key = self.key(operands) if plain or is_plain_eager(*read.values()) else None
         with without_autocast(device):
-            if not plain and not is_plain_eager(*read.values()):
-                return {role: role_of(layout, role, device, dtype)(read, rows[role]) for role in requested}
-            return roles_of(layout, requested, device, dtype)(read, rows, self.key(operands))
+            return roles_of(layout_of(self.text), requested, device, dtype)(read, self.rows, key)
 
     def totals(self, grads: Factors, requested: Sequence[str], operands: Factors) -> dict[str, Tensor]:
         layout = layout_of(self.text)

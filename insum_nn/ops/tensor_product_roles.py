@@ -289,16 +289,16 @@ class Roles(NamedTuple):
     sources: Mapping[str, Role]
     joint: Sequence[Together]
 
-    def __call__(self, operands: Operands, rows: Mapping[str, int], key: Hashable) -> dict[str, Tensor]:
+    def __call__(self, operands: Operands, rows: Mapping[str, int], key: Hashable | None) -> dict[str, Tensor]:
         """Return the tensors of all roles.
 
         Args:
             operands: of the call.
             rows: of each role.
-            key: what decides the shapes, dtypes and devices of all these: they are plain, and no mode is active.
+            key: as of a role.
         """
         # Who asks which statements run is shown each.
-        found = self.jointly(operands, rows, key) if watch.calls is None else {}
+        found = {} if key is None or watch.calls is not None else self.jointly(operands, rows, key)
         for role, source in self.sources.items():
             if role not in found:
                 found[role] = source(operands, rows[role], key)
@@ -310,7 +310,7 @@ class Roles(NamedTuple):
         Args:
             operands: of the call; "gx" is a gradient of `x`, which stands in its place.
             rows: of each role.
-            key: as in a call.
+            key: what decides the shapes, dtypes and devices of all these: they are plain, and no mode is active.
         """
         found: dict[str, Tensor] = {}
         for joint in self.joint:

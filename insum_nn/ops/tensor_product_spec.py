@@ -177,8 +177,7 @@ class ProductLayout:
         return replace(self.spec, paths=paths).to_json()
 
     def _contributes(self, path: Path) -> bool:
-        muls = (self.entry("x", path).mul, self.entry("y", path).mul, self.entry("z", path).mul)
-        return path.coefficient != 0 and 0 not in path.shape and 0 not in muls
+        return path.coefficient != 0 and 0 not in (*path.shape, *(self.entry(role, path).mul for role in "xyz"))
 
     def entry(self, role: str, path: Path) -> Entry:
         """Return the entry of an operand that a path connects."""
@@ -239,17 +238,15 @@ class ProductLayout:
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """The paths, divided by mode and multiplicities."""
-        classes: dict[tuple[object, ...], list[int]] = {}
+        classes: dict[tuple[str, bool, tuple[int, int, int]], list[int]] = {}
         for number in self.live:
             path = self.spec.paths[number]
-            muls = tuple(self.entry(r, path).mul for r in "xyz")
-            classes.setdefault((path.mode, path.weighted, *muls), []).append(number)
-        return tuple(map(self._group, classes.values()))
-
-    def _group(self, numbers: list[int]) -> Group:
-        path = self.spec.paths[numbers[0]]
-        a, b, c = (self.entry(r, path).mul for r in "xyz")
-        return Group(MODES[path.mode], tuple(numbers), Mode.extents(a, b, c), (a, b, c), path.weighted)
+            a, b, c = (self.entry(role, path).mul for role in "xyz")
+            classes.setdefault((path.mode, path.weighted, (a, b, c)), []).append(number)
+        return tuple(
+            Group(MODES[mode], tuple(numbers), Mode.extents(*muls), muls, weighted)
+            for (mode, weighted, muls), numbers in classes.items()
+        )
 
 
 @lru_cache(maxsize=256)

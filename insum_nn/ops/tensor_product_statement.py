@@ -45,7 +45,6 @@ __all__ = [
     "Statement",
     "Terms",
     "UnsupportedModeError",
-    "WeightAccess",
     "statements_of",
 ]
 
@@ -106,46 +105,6 @@ class Terms:
             yield self.select(slice(start, start + most))
 
 
-class WeightAccess:
-    """How a statement addresses the weights of its paths.
-
-    They are cut into blocks of one path's size, which `L[p]` counts from the first path's on; where a path's weights do
-    not begin with a block, `L[p]` is their offset in the unchanged weights.
-    """
-
-    def __init__(self, layout: ProductLayout, group: Group) -> None:
-        self.shape = group.shape("w")
-        self.letters = group.letters("w")
-        self.starts = [layout.weight_starts[n] for n in group.paths]
-        self.single = len(self.starts) == 1
-        self.low, size = min(self.starts), math.prod(self.shape)
-        self.size = size
-        self.in_blocks = all((start - self.low) % size == 0 for start in self.starts)
-        self.count = (max(self.starts) - self.low) // size + 1
-
-    @property
-    def places(self) -> Tensor:
-        """What the statement's `L` holds for each path: its block, or its offset."""
-        starts = torch.tensor(self.starts, device="cpu")
-        return (starts - self.low) // self.size if self.in_blocks else starts
-
-    def operand(self, weight: Tensor) -> Tensor:
-        """Return the tensor `W` that the statement reads; `weight` is (numel,) or (z, numel)."""
-        if not self.in_blocks:
-            return weight
-        length = self.count * self.size
-        view = weight if length == weight.shape[-1] else weight.narrow(-1, self.low, length)
-        return view.reshape((*weight.shape[:-1], *(() if self.single else (self.count,)), *self.shape))
-
-    def subscripts(self) -> list[str]:
-        """Return the subscripts of `W`, whose path's place is `L[p]`."""
-        if self.in_blocks:
-            return [*([] if self.single else ["L[p]"]), *self.letters]
-        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        terms = ["L[p]", *(f"{s}*{x}" if s != 1 else x for s, x in zip(strides, self.letters, strict=True))]
-        return [" + ".join(terms)]
-
-
 class _Tables:
     """A compiled statement and its static tables.
 
@@ -154,7 +113,7 @@ class _Tables:
         group: the paths that it computes.
         packed: it reads packed operands.
         tables: its static tables, by name.
-        weight: how it reads the weights; `None`: it does not.
+        read_weight: what it reads of the weights, (numel,) or (z, numel).
         reads: what each of its tensors is made of: an operand, an end of the edges, or the first step's result `G`.
         expression: the statement.
         program: compiled.
@@ -162,6 +121,7 @@ class _Tables:
 
     expression: str
     program: Program
+    read_weight: Callable[[Tensor], Tensor]
     # A row of the result, and whether it has a row for each sample, edge or node.
     _row: tuple[int, ...]
     _batched = True
@@ -171,7 +131,6 @@ class _Tables:
         self.group = group
         self.packed = packed
         self.tables: dict[str, Tensor] = {}
-        self.weight: WeightAccess | None = None
         self.reads = {name: name for name in ("Dst", "Src", "G")}
 
     def _access(self, name: str, operand: str, terms: Terms, *, packed: bool) -> str:
@@ -198,12 +157,33 @@ class _Tables:
         return self._access(name, operand, terms, packed=self.packed)
 
     def _weights(self, path: Integers) -> str:
-        """Return the access to the weights of the path of each term."""
-        self.weight = weight = WeightAccess(self.layout, self.group)
-        self.reads["W"] = "w"
-        if not weight.single:
-            self.tables["L"] = weight.places[torch.from_numpy(path)].contiguous()
-        return _join("W", [*self._rows("w"), *weight.subscripts()])
+        """Return the access to the weights of the path of each term, where the statement reads them from now on.
+
+        They are cut into blocks of one path's size, which `L[p]` counts from the first path's on; where a path's
+        weights do not begin with a block, `L[p]` is their offset in the unchanged weights.
+        """
+        layout, group = self.layout, self.group
+        shape, letters, single = group.shape("w"), group.letters("w"), len(group.paths) == 1
+        starts = np.array([layout.weight_starts[n] for n in group.paths])
+        low, size = int(starts.min()), math.prod(shape)
+        blocks = (starts - low) // size
+        count, in_blocks = int(blocks.max()) + 1, np.array_equal(low + blocks * size, starts)
+        if not single:
+            self.tables["L"] = torch.from_numpy((blocks if in_blocks else starts)[path])
+        subscripts = [*([] if single else ["L[p]"]), *letters]
+        if not in_blocks:
+            strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+            terms = (x if s == 1 else f"{s}*{x}" for s, x in zip(strides, letters, strict=True))
+            subscripts = [" + ".join(["L[p]", *terms])]
+
+        def read(weight: Tensor) -> Tensor:
+            if not in_blocks:
+                return weight
+            view = weight if count * size == weight.shape[-1] else weight.narrow(-1, low, count * size)
+            return view.reshape((*weight.shape[:-1], *(() if single else (count,)), *shape))
+
+        self.reads["W"], self.read_weight = "w", read
+        return _join("W", [*self._rows("w"), *subscripts])
 
     def _rows(self, operand: str) -> list[str]:
         """Return the subscript of an operand's rows, where it has some."""
@@ -216,9 +196,9 @@ class _Tables:
     def reading(self, name: str, device: torch.device) -> tuple[Hashable, Reader]:
         """Return what tells one of its tensors from others, and what makes it of a call's operands."""
         operand = self.reads[name]
-        role, weight = operand[-1], self.weight
-        if role == "w" and weight is not None:
-            return (operand, self.group), lambda operands: weight.operand(operands[operand])
+        role = operand[-1]
+        if role == "w":
+            return (operand, self.group), lambda operands: self.read_weight(operands[operand])
         if role not in NUMBER or not self.packed:
             return operand, itemgetter(operand)
         mul = self.group.muls[NUMBER[role]]
@@ -405,7 +385,10 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
             found.append(Statement(layout, role, group, first.terms, packed=packed, in_place=in_place, first=first))
         else:
             if role == "b":
-                _check_has_matrix(layout, group)
+                if group.mode.pairs:
+                    mode = layout.spec.paths[group.paths[0]].mode
+                    details, message = ["its pairs couple the copies of both inputs"], "right() is not defined for mode"
+                    raise UnsupportedModeError(f"{message} {mode!r}", details=details, fix="call forward.", mode=mode)
                 most = max(1, min(most, MOST_CELLS // _most_copies(group)))
             parts = terms.parts(most)
             found += [Statement(layout, role, group, part, packed=packed, in_place=in_place) for part in parts]
@@ -443,17 +426,6 @@ def _is_packed(layout: ProductLayout, group: Group, terms: Terms) -> bool:
 
 def _most_copies(group: Group) -> int:
     return max(math.prod(group.extents[x] for x in group.letters(operand)) for operand in "xyz")
-
-
-def _check_has_matrix(layout: ProductLayout, group: Group) -> None:
-    if group.mode.pairs:
-        mode = layout.spec.paths[group.paths[0]].mode
-        raise UnsupportedModeError(
-            f"right() is not defined for mode {mode!r}",
-            details=["its pairs couple the copies of both inputs"],
-            fix="call forward.",
-            mode=mode,
-        )
 
 
 def _join(name: str, subscripts: Sequence[str]) -> str:

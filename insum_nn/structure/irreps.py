@@ -7,7 +7,7 @@ other, component fastest. A `Path` connects one entry of each input with one of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -211,93 +211,70 @@ def make_paths(
     paths: list[Path] = []
     weights: list[float] = []
     for number, instruction in enumerate(instructions):
-        check = _Check(number, tuple(instruction), faults)
-        path = check.path(in1, in2, out)
-        if path is not None:
-            paths.append(path)
-            weights.append(check.path_weight)
+        values = tuple(instruction)
+        found = [
+            InstructionError(f"instruction {number}, {values}, {text}", fix=fix, instruction=number, **fields)
+            for text, fix, fields in _faults_of(values, in1, in2, out)
+        ]
+        faults += found
+        if not found:
+            i_in1, i_in2, i_out, mode, weighted, *weight = values
+            extents = Mode.extents(in1[i_in1].mul, in2[i_in2].mul, out[i_out].mul)
+            shape = tuple(extents[x] for x in MODES[mode].weight)
+            paths.append(Path(int(i_in1), int(i_in2), int(i_out), mode, bool(weighted), 1.0, shape))
+            weights.append(float(weight[0]) if weight else 1.0)
     raise_collected(faults)
     return tuple(paths), tuple(weights)
 
 
-class _Check:
-    """Judges one instruction."""
+# What is wrong with an instruction, how it is mended, and what an error says besides.
+_Fault = tuple[str, str, dict[str, Any]]
 
-    def __init__(self, number: int, values: tuple[Any, ...], faults: list[InsumError]) -> None:
-        self.number = number
-        self.values = values
-        self.faults = faults
-        self.path_weight = 1.0
 
-    def fail(self, message: str, details: Sequence[str], fix: str, **fields: Any) -> None:
-        text = f"instruction {self.number}, {self.values}, {message}"
-        self.faults.append(InstructionError(text, details=details, fix=fix, instruction=self.number, **fields))
-
-    def path(self, in1: Sequence[Entry], in2: Sequence[Entry], out: Sequence[Entry]) -> Path | None:
-        if len(self.values) not in (5, 6):
-            self.fail(
-                f"has {len(self.values)} items",
-                ["expected (i_in1, i_in2, i_out, mode, has_weight[, path_weight])"],
-                "write 5 or 6 items.",
-            )
-            return None
-        i_in1, i_in2, i_out, mode, weighted = self.values[:5]
-        self.path_weight = float(self.values[5]) if len(self.values) == 6 else 1.0
-        before = len(self.faults)
-        for name, at, entries in (("irreps_in1", i_in1, in1), ("irreps_in2", i_in2, in2), ("irreps_out", i_out, out)):
-            if not 0 <= at < len(entries):
-                self.fail(
-                    f"points outside {name}",
-                    [f"expected 0 <= entry < {len(entries)}; got {at}"],
-                    f"point to an entry of {name}.",
-                )
-        if mode not in MODES:
-            known = ", ".join(MODES)
-            self.fail(f"has the unknown mode {mode!r}", [f"expected one of {known}"], "choose one of these modes.")
-        if self.path_weight < 0:
-            self.fail("has a negative path weight", [], "put the sign into the weights.", got=self.path_weight)
-        if len(self.faults) > before:
-            return None
-        a, b, c = in1[i_in1], in2[i_in2], out[i_out]
-        self.irreps(a, b, c)
-        extents = Mode.extents(a.mul, b.mul, c.mul)
-        shape = tuple(extents[x] for x in MODES[mode].weight)
-        if 0 not in shape and 0 not in (a.mul, b.mul, c.mul):
-            self.multiplicities(MODES[mode], bool(weighted), a, b, c, extents)
-        return Path(int(i_in1), int(i_in2), int(i_out), mode, bool(weighted), 1.0, shape)
-
-    def irreps(self, a: Entry, b: Entry, c: Entry) -> None:
-        if a.p * b.p != c.p:
-            self.fail(
-                f"breaks parity: {a} times {b} is {'even' if a.p * b.p == 1 else 'odd'}, {c} is not",
-                [],
-                "connect it to an output of the other parity.",
-            )
-        if not abs(a.l - b.l) <= c.l <= a.l + b.l:
-            self.fail(
-                f"connects degrees that do not couple: {a} times {b} holds no {c}",
-                [f"expected {abs(a.l - b.l)} <= l <= {a.l + b.l}; got {c.l}"],
-                "connect it to an output of such a degree.",
-            )
-
-    def multiplicities(
-        self, mode: Mode, weighted: bool, a: Entry, b: Entry, c: Entry, extents: Mapping[str, int]
-    ) -> None:
-        name = self.values[3]
-        want, how = math.prod(extents[x] for x in mode.out), " * ".join(_EXTENTS[x] for x in mode.out)
-        if mode.mixes and not weighted and name != "uuw":
-            self.fail("has no weight", [f"mode {name!r} mixes multiplicities by weights"], "set has_weight to True.")
-        elif mode.mixes and not weighted:
-            want, how = 1, "1, since without weights u is summed"
-        if mode.in1 == mode.in2 and a.mul != b.mul:
-            self.fail(
-                f"needs equal multiplicities of its inputs, got {a} and {b}", [], "choose entries of one multiplicity."
-            )
-        elif c.mul != want:
-            self.fail(
-                f"needs another multiplicity of its output {c}",
-                [f"expected {want} ({how}); got {c.mul}"],
-                "change irreps_out or the mode.",
-                expected=want,
-                got=c.mul,
-            )
+def _faults_of(
+    values: tuple[Any, ...], in1: Sequence[Entry], in2: Sequence[Entry], out: Sequence[Entry]
+) -> Iterator[_Fault]:
+    if len(values) not in (5, 6):
+        items = "expected (i_in1, i_in2, i_out, mode, has_weight[, path_weight])"
+        yield f"has {len(values)} items", "write 5 or 6 items.", {"details": [items]}
+        return
+    ends, mode, weighted = values[:3], values[3], bool(values[4])
+    outside = False
+    for name, at, entries in zip(("irreps_in1", "irreps_in2", "irreps_out"), ends, (in1, in2, out), strict=True):
+        if not 0 <= at < len(entries):
+            outside, details = True, [f"expected 0 <= entry < {len(entries)}; got {at}"]
+            yield f"points outside {name}", f"point to an entry of {name}.", {"details": details}
+    if mode not in MODES:
+        details = [f"expected one of {', '.join(MODES)}"]
+        yield f"has the unknown mode {mode!r}", "choose one of these modes.", {"details": details}
+    if len(values) == 6 and float(values[5]) < 0:
+        yield "has a negative path weight", "put the sign into the weights.", {"got": float(values[5])}
+    if outside or mode not in MODES:
+        return
+    a, b, c = in1[ends[0]], in2[ends[1]], out[ends[2]]
+    if a.p * b.p != c.p:
+        parity = "even" if a.p * b.p == 1 else "odd"
+        yield (
+            f"breaks parity: {a} times {b} is {parity}, {c} is not",
+            "connect it to an output of the other parity.",
+            {},
+        )
+    if not abs(a.l - b.l) <= c.l <= a.l + b.l:
+        text = f"connects degrees that do not couple: {a} times {b} holds no {c}"
+        details = [f"expected {abs(a.l - b.l)} <= l <= {a.l + b.l}; got {c.l}"]
+        yield text, "connect it to an output of such a degree.", {"details": details}
+    own, extents = MODES[mode], Mode.extents(a.mul, b.mul, c.mul)
+    if 0 in (a.mul, b.mul, c.mul) or 0 in map(extents.__getitem__, own.weight):
+        return
+    want, how = math.prod(extents[x] for x in own.out), " * ".join(_EXTENTS[x] for x in own.out)
+    if own.mixes and not weighted and mode != "uuw":
+        details = [f"mode {mode!r} mixes multiplicities by weights"]
+        yield "has no weight", "set has_weight to True.", {"details": details}
+    elif own.mixes and not weighted:
+        want, how = 1, "1, since without weights u is summed"
+    if own.in1 == own.in2 and a.mul != b.mul:
+        text = f"needs equal multiplicities of its inputs, got {a} and {b}"
+        yield text, "choose entries of one multiplicity.", {}
+    elif c.mul != want:
+        fields = {"details": [f"expected {want} ({how}); got {c.mul}"], "expected": want, "got": c.mul}
+        yield f"needs another multiplicity of its output {c}", "change irreps_out or the mode.", fields

@@ -20,7 +20,7 @@ from insum_nn.compiler.runtime.modes import is_plain_eager, without_autocast
 from insum_nn.compiler.runtime.recorded import Recorded, record
 from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
-__all__ = ["Sums", "multilinear", "multilinear_gradients"]
+__all__ = ["Sums", "multilinear"]
 
 Operands = Mapping[str, Tensor]
 
@@ -90,37 +90,13 @@ def multilinear(
                     given = dict(operands)
                     del given[names[0]]
                 apply = record if plain else Recorded.apply
-                call = _Call(sums, names, tuple(given), plain)
-                made: Any = apply(call, initial, *given.values(), *sums.indices)
+                made: Any = apply(_Call(sums, names, tuple(given), plain), initial, *given.values(), *sums.indices)
                 return {names[0]: made} if isinstance(made, Tensor) else dict(zip(names, made, strict=True))
-        if plain:
-            with torch.no_grad():
-                return multilinear(sums, requested, operands, initial, plain=True)
     if torch._C._is_any_autocast_enabled():
         # Operands have their dtypes already.
         with without_autocast(next(iter(operands.values())).device):
             return sums.run(requested, operands, initial, plain=plain)
     return sums.run(requested, operands, initial, plain=plain)
-
-
-def multilinear_gradients(
-    sums: Sums, left: str, requested: Sequence[str], operands: Operands, *, plain: bool
-) -> dict[str, Tensor]:
-    """Compute the gradients of what one of the sums computed.
-
-    Args:
-        sums: the sum of each tensor.
-        left: the name of what was computed.
-        requested: the names of the operands whose gradients are requested.
-        operands: of all names; under `left` the gradient of what was computed.
-        plain: they are plain tensors in eager mode.
-    """
-    sums = sums.derivative(left)
-    if not plain:
-        return {name: sums.in_modes(name, operands) for name in requested}
-    if not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled():
-        return sums.run(requested, operands, plain=True)
-    return multilinear(sums, requested, operands, plain=True)
 
 
 class _Call(NamedTuple):
@@ -163,20 +139,19 @@ class _Call(NamedTuple):
                 given[left] = grad
         plain = self.plain and is_plain_eager(*given.values())
         recorded = torch.is_grad_enabled()
-        if len(made) == 1 and given and needed:
-            total = multilinear_gradients(sums, made[0], needed, {**operands, **given}, plain=plain)
-            given = {}
         if len(given) > 1 and plain and not recorded:
             with without_autocast(next(iter(given.values())).device):
                 total = sums.totals(given, needed, operands)
             needed = [name for name in needed if name not in total]
         for left, grad in given.items():
-            requested = needed
-            if left in needed:
-                requested = [name for name in needed if name != left]
+            requested = [name for name in needed if name != left] if left in needed else needed
             if not requested:
                 continue
-            found = multilinear_gradients(sums, left, requested, {**operands, left: grad}, plain=plain)
+            own, factors = sums.derivative(left), {**operands, left: grad}
+            if plain:
+                found = multilinear(own, requested, factors, plain=True)
+            else:
+                found = {name: own.in_modes(name, factors) for name in requested}
             # Gradients of weights of edges are the largest tensors of a step: none stays longer than it is read.
             while found:
                 name, part = found.popitem()

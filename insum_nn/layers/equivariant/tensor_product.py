@@ -143,8 +143,8 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         return entries_of(self.irreps_in1), entries_of(self.irreps_in2), entries_of(self.irreps_out)
 
     def _paths(self) -> tuple[Path, ...]:
-        paths, _ = make_paths(*self._entries(), [i[:5] for i in self.instructions])
-        return tuple(p._replace(coefficient=i.path_weight) for p, i in zip(paths, self.instructions, strict=True))
+        # e3nn's instructions have the same fields.
+        return tuple(Path(*instruction) for instruction in self.instructions)
 
     def _write_statements(self) -> None:
         self._in1_dim: int = self.irreps_in1.dim
