@@ -7,15 +7,15 @@ gradient where derivatives are computed. Each can be computed from the three oth
 How the output is computed:
 
 1. `tensor_product`, or a layer, checks its arguments and calls `checked_product`.
-2. `_Sums.in_modes` decides by what torch is doing. Where it traces, the call becomes one of the operators registered
-   at the end of this file. Else `multilinear` (`compiler/runtime/multilinear.py`) runs it, and records it for
-   autograd as one node.
+2. `_Sums.in_modes` decides by what torch is doing. Under Dynamo and TorchScript the call becomes an operator that is
+   registered at the end of this file. Else `multilinear` (`compiler/runtime/multilinear.py`) runs it, and records it
+   for autograd as one node.
 3. `_Sums.run` computes the requested roles by `Roles`: several at once, or each by its `Role` (both in
    `tensor_product_roles.py`).
 4. A `Role` has a step for each of its statements (`tensor_product_statement.py`), one for each group of paths that have
    a mode and multiplicities in common. A step names the tensors that the statement reads and calls its `program`.
 
-The gradients are the roles of the operands that need one: `multilinear_gradients` asks `_Sums.derivative` which sums
+The gradients are the roles of the operands that need one: `multilinear` asks `_Sums.derivative` which sums
 these are, and continues at 2. Derivatives of a higher order go the same way again: the gradient of an operand of
 several roles that were computed at once is a sum of roles, and of a convolution on a GPU `_Sums.totals` makes all these
 sums by one kernel, or by two where none may be added up in memory.

@@ -16,7 +16,7 @@ from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.kernels.c_program import CProgram
 from insum_nn.compiler.runtime.steps import needed_gradients
 from insum_nn.errors import InsumError, InsumRangeError
-from insum_nn.ops.tensor_product import tensor_product
+from insum_nn.ops.tensor_product import expressions, tensor_product
 from insum_nn.ops.tensor_product_roles import Together
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec
 from insum_nn.testing.tolerances import assert_matches
@@ -271,6 +271,18 @@ def test_explained():
     assert found.backend == "c"
     assert found.reason == "the statement runs as 2, in one C function"
     assert any(decision.topic == "order" and ", then " in decision.choice for decision in found.decisions)
+
+
+def test_who_asks_is_shown_what_one_function_runs(runs: list[str]):
+    spec = spec_of(MIXED, shared=True)
+    given = inputs_of(spec, 6)
+    want = tensor_product(spec, *given)
+    assert runs == ["z"]
+    made: list[Tensor] = []
+    calls = statement_calls(lambda: made.append(tensor_product(spec, *given)))
+    assert tuple(call.program.expression for call in calls) == expressions(spec)
+    assert runs == ["z"]
+    torch.testing.assert_close(made[0], want)
 
 
 def test_edges_that_change_are_looked_at_again():
