@@ -21,7 +21,7 @@ from insum_nn.errors import (
 )
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
-from tests.formats.registry import NOT_DENSE, REGISTRY, Entry
+from tests.formats.registry import NOT_DENSE, REGISTRY
 
 DENSE = torch.tensor(
     [
@@ -394,13 +394,6 @@ STRUCTURE_FAULTS: list[tuple[str, Any, dict[str, Any], type[InsumError], str]] =
 
 def ids(cases: list[Any]) -> list[str]:
     return [case[0].replace(" ", "-") for case in cases]
-
-
-@pytest.mark.parametrize("entry", REGISTRY, ids=lambda entry: entry.name)
-def test_valid_formats_pass(entry: Entry):
-    matrix = entry.from_dense(DENSE)
-    assert matrix.validate() is matrix
-    assert replace(matrix, index_facts=(), coalesced=False).validate()
 
 
 @pytest.mark.parametrize(("name", "build", "error", "line"), VALUE_FAULTS, ids=ids(VALUE_FAULTS))

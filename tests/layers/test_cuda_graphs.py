@@ -1,6 +1,6 @@
 """`torch.compile(mode="reduce-overhead")`: steps of training that Inductor records as CUDA graphs and replays.
 
-What can be told without a GPU, that no recorded graph reads a value on the host, stands in test_traced_graphs.py.
+What can be told without a GPU, that no recorded graph reads a value on the host, stands in layer_case.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every layer through torch's meta device: built there, emptied, filled by a state or by `reset_parameters`."""
+"""What is made on torch's meta device, beyond what `layer_case.py` says of every layer: networks, masks, counters."""
 
 from __future__ import annotations
 
@@ -12,104 +12,12 @@ from torch import Tensor, nn
 
 import insum_nn
 from insum_nn import models
-from insum_nn.compiler.options import DEFAULT
 from insum_nn.errors import InsumDeviceError
 from insum_nn.layers import BlockSparseLinear, Linear, PrunedConv2d, SparseConv3d, SparseConvTensor, SparseMaxPool3d
-from tests.layers.every_layer import EVERY_LAYER, WITHOUT_OPTIONS, Case
+from tests.layers.layer_case import RECIPES, emptied, on_meta, reset
 
 o3 = pytest.importorskip("e3nn.o3")
-LAYERS = EVERY_LAYER | WITHOUT_OPTIONS
-every_layer = pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS)
-
-
-def emptied(module: nn.Module, recurse: bool = True) -> nn.Module:
-    """`to_empty`, with values that no layer survives using for what its memory would hold."""
-
-    def empty(tensor: Tensor) -> Tensor:
-        return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 1 << 30, device="cpu")
-
-    return module._apply(empty, recurse)
-
-
-def reset(module: nn.Module) -> nn.Module:
-    """What FSDP does with modules that it finds on the meta device."""
-    for part in module.modules():
-        if [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
-            emptied(part, recurse=False)
-            part.reset_parameters()  # type: ignore[operator]
-    return module
-
-
-def loaded_one_by_one(module: nn.Module, state: dict[str, Tensor]) -> None:
-    for key, value in state.items():
-        module.load_state_dict({key: value}, strict=False, assign=True)
-
-
-RECIPES: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
-    "emptied, loaded": lambda module, state: emptied(module).load_state_dict(state),
-    "emptied, assigned": lambda module, state: emptied(module).load_state_dict(state, assign=True),
-    "assigned": lambda module, state: module.load_state_dict(state, assign=True),
-    "assigned, tensor by tensor": loaded_one_by_one,
-    "reset, loaded": lambda module, state: reset(module).load_state_dict(state),
-}
 each_recipe = pytest.mark.parametrize("fill", RECIPES.values(), ids=RECIPES)
-
-
-def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(1)
-    with torch.device("meta"):
-        module = make()
-    # e3nn makes empty buffers elsewhere.
-    assert all(t.is_meta or not t.numel() for t in [*module.parameters(), *module.buffers()])
-    return module
-
-
-def results(module: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
-    """The output and the gradients of all parameters and floating-point inputs."""
-    given = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
-    output = module(*given)
-    wanted = [*(x for x in given if x.requires_grad), *(p for _, p in sorted(module.named_parameters()))]
-    return [output, *torch.autograd.grad(output.square().sum(), wanted, allow_unused=True)]
-
-
-def assert_equal(module: nn.Module, expected: nn.Module, inputs: tuple[Any, ...]) -> None:
-    for got, wanted in zip(results(module, inputs), results(expected, inputs), strict=True):
-        assert (got is None) == (wanted is None)
-        assert got is None or torch.equal(got, wanted)
-
-
-@every_layer
-@each_recipe
-def test_a_state_fills_a_layer(case: Case, fill: Callable[[nn.Module, dict[str, Tensor]], object]):
-    trained = case.module()
-    module = on_meta(lambda: case.make(DEFAULT).double())
-    fill(module, copy.deepcopy(trained.state_dict()))
-    assert_equal(module, trained, case.inputs(6))
-
-
-@every_layer
-def test_reset_parameters_fills_a_layer(case: Case):
-    """As one that was built where it is: equal buffers, and with its parameters equal results."""
-    module = reset(on_meta(lambda: case.make(DEFAULT).double()))
-    torch.manual_seed(1)
-    built = case.make(DEFAULT).double()
-    kept = dict(built.named_buffers())
-    for name, buffer in module.named_buffers():
-        assert torch.equal(buffer, kept[name]), name
-    for name, parameter in module.named_parameters():
-        assert parameter.isfinite().all(), name
-    built.load_state_dict(module.state_dict())
-    assert_equal(module, built, case.inputs(6))
-
-
-@every_layer
-def test_a_layer_goes_there_and_back(case: Case):
-    """Values are lost, as everywhere; what is no value of the state is not."""
-    module = case.module()
-    trained = copy.deepcopy(module)
-    emptied(module.to("meta"))
-    module.load_state_dict(trained.state_dict())
-    assert_equal(module, trained, case.inputs(6))
 
 
 def _network() -> nn.Module:

@@ -23,7 +23,8 @@ from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.layers.voxel import conv
 from insum_nn.ops import tensor_product_roles
 from insum_nn.ops.tensor_product import expressions as expressions_of_product
-from tests.layers.every_layer import EVERY_LAYER, NO_LAYERS, WITHOUT_OPTIONS, Case
+from tests.layers.every_layer import EVERY_LAYER, NO_LAYERS, WITHOUT_OPTIONS
+from tests.layers.layer_case import LayerCase
 
 # Torch's operators that compute what a statement says. Sums, elementwise operators, views and integers are allowed.
 STATEMENTS = (
@@ -65,7 +66,7 @@ class Outside(TorchDispatchMode):
         return result
 
 
-def run(case: Case, device: torch.device) -> nn.Module:
+def run(case: LayerCase, device: torch.device) -> nn.Module:
     """A module, after a forward and a backward pass."""
     module = case.module().to(device)
     inputs = [t.to(device) for t in case.inputs(5)]
@@ -142,7 +143,7 @@ def test_children_of_other_packages_are_all_that_is_left():
 
 def test_every_layer_is_among_them():
     names = {name.partition(",")[0].partition(".")[0] for name in (*LAYERS, *PROGRAMS)}
-    # What has no statement of its own, and what `test_transforms` leaves out.
+    # What has no statement of its own, and what no transform takes.
     assert {*layers.__all__} - names == NO_LAYERS
 
 

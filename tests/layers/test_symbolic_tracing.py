@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.layers.every_layer import EVERY_LAYER
 
-# What equivariant networks are made of; other layers are traced in test_traced_graphs.py.
+# What equivariant networks are made of; other layers are traced by layer_case.py.
 EQUIVARIANT = [name for name in EVERY_LAYER if "Tensor" in name or name in ("Linear", "Gate", "SphericalHarmonics")]
 # With parameters, and with weights and edges.
 TRAINED = ("FullyConnectedTensorProduct", "TensorProductConv")

@@ -35,53 +35,8 @@ from insum_nn.layers import (
     TensorProductConv,
 )
 from insum_nn.models import minkunet
-from tests.layers.every_layer import EVERY_LAYER, MORE_MODES
+from tests.layers.layer_case import foreign
 from tests.packages import run_all_alone
-
-
-def foreign(graph: GraphModule) -> set[str]:
-    """The operators of a graph that are not torch's own."""
-    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-    return {str(t) for t in targets if isinstance(t, torch._ops.OpOverload) and t.namespace == "insum_nn"}
-
-
-# What reads a value on the host, or makes as many entries as values say: CUDA graphs have none of it.
-READ_ON_THE_HOST = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select")
-
-
-@pytest.mark.parametrize("name", [*EVERY_LAYER, *MORE_MODES])
-def test_a_compiled_layer(name: str):
-    """Without a break, one graph of torch's operations for all sizes, with the values and gradients of eager calls."""
-    # All cases share one class, whose forward is compiled for a few modules only.
-    torch._dynamo.reset()
-    case = (EVERY_LAYER | MORE_MODES)[name]
-    module, graphs = case.module(), list[GraphModule]()
-
-    def keep(graph: GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        # No width of a layer is one of these: of two sizes that are equal, a trace makes one.
-        for size in (10, 7, 13):
-            inputs = [x.requires_grad_() if x.is_floating_point() else x for x in case.inputs(size)]
-            leaves = [*module.parameters(), *(x for x in inputs if x.requires_grad)]
-            want, got = module(*inputs), compiled(*inputs)
-            torch.testing.assert_close(got, want)
-            seed = torch.randn_like(want)
-            torch.testing.assert_close(
-                torch.autograd.grad(got, leaves, seed, allow_unused=True, materialize_grads=True),
-                torch.autograd.grad(want, leaves, seed, allow_unused=True, materialize_grads=True),
-            )
-    assert len(graphs) == 2
-    assert not set.union(*map(foreign, graphs))
-    if {0: "voxels"} not in case.sizes:
-        called = {
-            str(node.target).split(".")[1] for graph in graphs for node in graph.graph.nodes if "." in str(node.target)
-        }
-        assert not called.intersection(READ_ON_THE_HOST)
 
 
 def test_options_that_promise_more_stay_one_operator():

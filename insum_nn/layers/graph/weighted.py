@@ -170,7 +170,8 @@ class _OfBothEnds(Convolution):
         values = {k: run(first, {}, promoted({"X": x, "W": w}), self.options, None) for k, (x, w) in features.items()}
         biases = [first.bias for first, *_ in networks if first.bias is not None]
         if biases:
-            values["A"] = values["A"] + torch.stack(biases).view(values["A"].shape[1:])
+            # Of one dtype under autocast too, as a layer's.
+            values["A"] = values["A"] + torch.stack(biases).view(values["A"].shape[1:]).to(values["A"].dtype)
         if message == sums:
             return message, values
         made = run(f"{message} = {sums}", FACTS, {**promoted(values), **ends.entries}, self.options, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -212,27 +211,15 @@ def columns(module: Any) -> int:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("at", range(3))
-def test_scripted_pickled_copied(at: int):
+def test_scripted(at: int):
     ours, peer = some()[at]
     x = torch.randn(5, columns(peer))
     scripted = e3nn.util.jit.script(copy.deepcopy(ours))
     file = io.BytesIO()
     torch.jit.save(scripted, file)
     file.seek(0)
-    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), scripted, torch.jit.load(file)):
+    for other in (scripted, torch.jit.load(file)):
         torch.testing.assert_close(other(x), peer(x), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("at", range(3))
-def test_autocast_and_half_types_and_no_rows(at: int):
-    ours, peer = some()[at]
-    assert ours(torch.zeros(0, columns(peer))).shape == peer(torch.zeros(0, columns(peer))).shape
-    x = torch.randn(5, columns(peer))
-    half, wanted = copy.deepcopy(ours).bfloat16(), peer(x).detach()
-    with torch.autocast("cpu", torch.bfloat16):
-        single = copy.deepcopy(ours).float()(x.float()), copy.deepcopy(peer).float()(x.float())
-    torch.testing.assert_close(*single, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
-    torch.testing.assert_close(half(x.bfloat16()).double(), wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("kind", [Linear, Gate, SphericalHarmonics])

@@ -214,27 +214,6 @@ def test_copies():
     assert_equal(ours, theirs)
 
 
-def test_compiled_and_scripted():
-    theirs = peer()
-    x, y = inputs(theirs, 5)
-    ours = SymmetricContraction.from_mace(theirs)
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    compiled(leaf, y).sin().sum().backward()
-    theirs(other, y).sin().sum().backward()
-    torch.testing.assert_close(leaf.grad, other.grad)
-
-
-def test_transforms():
-    theirs = peer()
-    x, y = inputs(theirs, 5)
-    ours = SymmetricContraction.from_mace(theirs)
-    many = torch.stack([x, 2 * x])
-    torch.testing.assert_close(torch.func.vmap(lambda a: ours(a, y))(many), torch.stack([theirs(a, y) for a in many]))
-    found, wanted = (torch.func.jvp(lambda a: module(a, y), (x,), (x.cos(),)) for module in (ours, theirs))  # noqa: B023
-    torch.testing.assert_close(found, wanted)
-
-
 def test_options():
     theirs = peer()
     ours = SymmetricContraction.from_mace(theirs, options=Options(deterministic=True))

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -223,15 +221,6 @@ def test_views_are_views():
         module.weight_view_for_instruction(1)
 
 
-def test_right():
-    module = TensorProduct(*random_case(4, [m for m in MODE_NAMES if not MODES[m].pairs]).args, shared_weights=False)
-    x, y, w = inputs_of(module, 6)
-    product = torch.einsum(
-        "...i,...ik->...k", x.reshape(2, 3, -1), module.right(y.reshape(2, 3, -1), w.reshape(2, 3, -1))
-    )
-    assert_matches(product.reshape(6, -1), module(x, y, w), dtype=torch.float64, kind="sum")
-
-
 # State ----------------------------------------------------------------------------------------------------------------
 
 
@@ -263,32 +252,6 @@ def test_a_wrong_state_dict_is_refused():
         module.load_state_dict({**state, "bias": torch.zeros(1)})
 
 
-def test_state_follows_the_module():
-    module = FullyConnectedTensorProduct("2x0e+1o", "1o", "3x1o+0e").float()
-    assert {v.dtype for v in module.state_dict().values()} == {torch.float32}
-    assert [name for name, _ in module.named_parameters()] == ["weight"]
-    assert module(torch.randn(2, 5).float(), torch.randn(2, 3).float()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies(how: str):
-    module = FullyConnectedTensorProduct("4x0e+2x1o", "3x0e+1o", "2x0e+5x1o")
-    x, y, _ = inputs_of(module, 3)
-    expected = module(x, y)
-    if how == "deepcopy":
-        twin = copy.deepcopy(module)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(module))
-    else:
-        file = io.BytesIO()
-        torch.save(module, file)
-        twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    assert torch.equal(twin(x, y), expected)
-    with torch.no_grad():
-        twin.weight.zero_()
-    assert torch.equal(module(x, y), expected)
-
-
 @pytest.mark.peer
 @pytest.mark.parametrize("seed", range(8))
 def test_from_e3nn(seed: int):
@@ -316,15 +279,6 @@ def test_from_e3nn_keeps_the_kind():
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 
-def test_export():
-    module = FullyConnectedTensorProduct("4x0e+2x1o", "1x0e+1o", "2x0e+5x1o")
-    x, y, _ = inputs_of(module, 3)
-    batch = torch.export.Dim("batch")
-    exported = torch.export.export(module, (x, y), dynamic_shapes=({0: batch}, {0: batch}))
-    x, y, _ = inputs_of(module, 8)
-    torch.testing.assert_close(exported.module()(x, y), module(x, y))
-
-
 def test_torchscript():
     module = FullyConnectedTensorProduct("4x0e+2x1o", "1x0e+1o", "2x0e+5x1o", shared_weights=False)
     with warnings.catch_warnings():
@@ -339,21 +293,6 @@ def test_torchscript():
         torch.testing.assert_close(script.right(y, w), module.right(y, w))
         with pytest.raises(torch.jit.Error, match="Incorrect last dimension for x"):
             script(x[:, 1:], y, w)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast(dtype: torch.dtype, device: torch.device):
-    module = FullyConnectedTensorProduct("8x0e+4x1o", "1x0e+1o", "4x0e+5x1o").to(device, torch.float32)
-    x, y = (t.to(device, torch.float32) for t in inputs_of(module, 16)[:2])
-    x.requires_grad_()
-    with torch.autocast(device.type, dtype=dtype):
-        z = module(x, y)
-    assert z.dtype == dtype
-    z.float().square().sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
-    expected = module(x, y).detach()
-    assert_matches(z, expected, dtype=dtype, kind="sum", scale=2 * float(expected.abs().max()))
 
 
 def test_inference_first_and_training_later():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +18,7 @@ from torch_geometric.nn import GATv2Conv as PeerGATv2
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import TransformerConv as PeerTransformer
 
-from insum_nn.compiler.options import Options
-from insum_nn.errors import InsumError
 from insum_nn.layers.graph.attention import GATConv, GATv2Conv, TransformerConv
-from insum_nn.layers.swap import swap
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.graph.test_gcn_conv import random_graph
 
@@ -154,35 +149,6 @@ def test_other_sizes(name: str, nodes: int, edges: int):
     graph = random_graph(nodes, edges, loops=False)
     x, features = real(nodes, WIDTH), real(graph.shape[1], 2)
     assert_same(ours, theirs, [x, features], x, graph, features)
-
-
-@every_layer
-@pytest.mark.usefixtures("made_on")
-def test_no_nodes(name: str):
-    ours, theirs = pair(name, WIDTH, 3)
-    x = real(0, WIDTH)
-    nothing = torch.zeros(2, 0, dtype=torch.int64)
-    assert ours(x, nothing).shape == theirs(x, nothing).shape == (0, 3)
-    ours(x, nothing).sum().backward()
-    assert x.grad is not None
-
-
-@every_layer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.usefixtures("made_on")
-def test_other_dtypes(name: str, dtype: torch.dtype):
-    ours, theirs = pair(name, WIDTH, 3, heads=2, edge_dim=2)
-    graph = random_graph(NODES, EDGES)
-    x, features = real(NODES, WIDTH), real(graph.shape[1], 2)
-    ours = ours.to(dtype)
-    theirs.load_state_dict(ours.state_dict())
-    x, features = (t.detach().to(dtype) for t in (x, features))
-    want = theirs(x.double(), graph, features.double())
-    got = ours(x, graph, features)
-    # Scores are rounded before their exponential, in the peer too.
-    assert_matches(got, want, dtype=dtype, kind="second", scale=10 * float(want.detach().abs().max()))
-    got.float().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == dtype for p in ours.parameters())
 
 
 @every_layer
@@ -322,65 +288,4 @@ def test_explainers(name: str):
     assert explanation.edge_mask.shape == (graph.shape[1],)
 
 
-@every_layer
-def test_wrong_edges(name: str):
-    ours, _ = pair(name, WIDTH, 3)
-    with pytest.raises((InsumError, IndexError)):
-        ours(real(NODES, WIDTH), torch.tensor([[0, NODES], [1, 2]]))
-
-
 # As a module.
-
-
-@every_layer
-def test_state_and_copies(name: str):
-    ours, theirs = pair(name, WIDTH, 3, heads=2, edge_dim=2)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    graph, x = random_graph(NODES, EDGES), real(NODES, WIDTH)
-    features = real(graph.shape[1], 2)
-    want = ours(x, graph, features)
-    for same in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert torch.equal(same(x, graph, features), want)
-        assert same.options == ours.options
-    again = LAYERS[name][0](WIDTH, 3, heads=2, edge_dim=2, options=Options(deterministic=True)).double()
-    again.load_state_dict(theirs.state_dict())
-    assert_matches(again(x, graph, features), want, dtype=torch.float64, kind="sum")
-    assert repr(ours).startswith(repr(theirs).removesuffix(")"))
-
-
-@every_layer
-def test_swap(name: str):
-    kind, peer = LAYERS[name]
-    model = nn.Sequential(peer(WIDTH, 3, heads=2, edge_dim=2, dropout=0.1)).double().eval()
-    graph, x = random_graph(NODES, EDGES), real(NODES, WIDTH)
-    features = real(graph.shape[1], 2)
-    want = model[0](x, graph, features)
-    parameters = [*model.parameters()]
-    swap(model)
-    assert type(model[0]) is kind
-    assert not model[0].training
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert_matches(model[0](x, graph, features), want, dtype=torch.float64, kind="sum")
-
-
-@every_layer
-def test_meta_device(name: str):
-    # How many loops edges have, a meta tensor cannot say.
-    loops = {} if name == "TransformerConv" else {"add_self_loops": False}
-    with torch.device("meta"):
-        layer = LAYERS[name][0](WIDTH, 3, heads=2, **loops)
-        out = layer(torch.empty(NODES, WIDTH), torch.empty(2, EDGES, dtype=torch.int64))
-    assert out.shape == (NODES, 6)
-    assert out.is_meta
-
-
-@every_layer
-def test_torch_compile(name: str):
-    ours, _ = pair(name, WIDTH, 3, heads=2)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    graph, x = random_graph(NODES, EDGES), real(NODES, WIDTH)
-    got, want = compiled(x, graph), ours(x, graph)
-    assert_matches(got, want, dtype=torch.float64, kind="sum")
-    a, b = (torch.autograd.grad(out.sin().sum(), [x, *ours.parameters()]) for out in (got, want))
-    for g, w in zip(a, b, strict=True):
-        assert_matches(g, w, dtype=torch.float64, kind="gradient", scale=10 * float(b[0].abs().max()))

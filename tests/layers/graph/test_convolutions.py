@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +17,8 @@ from torch_geometric.explain import Explainer, GNNExplainer
 
 from insum_nn import layers
 from insum_nn.compiler.options import Options
-from insum_nn.errors import InsumError, InsumRangeError
+from insum_nn.errors import InsumRangeError
 from insum_nn.layers.graph import convolutions, messages
-from insum_nn.layers.swap import swap
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.graph.test_attention import assert_same, largest_made, messages_refused, real
 from tests.layers.graph.test_gcn_conv import random_graph
@@ -156,37 +152,6 @@ def test_bipartite_graphs(name: str, only_senders: bool):
     assert_same(ours, theirs, [senders, receivers, *features], (senders, receivers), graph, *features)
 
 
-def assert_same_in(dtype: torch.dtype, ours: nn.Module, theirs: nn.Module, arguments: Sequence[Tensor]) -> None:
-    """Compare our layer in a dtype with the peer's in float64, of the same parameters."""
-    ours = ours.to(dtype)
-    theirs.load_state_dict(ours.state_dict())
-    given = [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in arguments]
-    want = theirs(*(t.double() if t.is_floating_point() else t for t in given))
-    got = ours(*given)
-    assert got.dtype == dtype
-    assert_matches(got, want, dtype=dtype, kind="second", scale=10 * float(want.detach().abs().max()))
-    got.float().sum().backward()
-    assert all(p.grad is None or p.grad.dtype == dtype for p in ours.parameters())
-
-
-@every_layer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.usefixtures("made_on")
-def test_other_dtypes(name: str, dtype: torch.dtype):
-    assert_same_in(dtype, *pair(name), inputs_of(name)[0])
-
-
-@every_layer
-@pytest.mark.usefixtures("made_on")
-def test_strides_and_other_integers(name: str):
-    ours, theirs = pair(name)
-    (x, graph, *edge), _ = inputs_of(name)
-    want = theirs(x, graph, *edge)
-    strided = x.detach().t().contiguous().t()
-    for given in (graph.t().contiguous().t(), graph.int()):
-        assert_matches(ours(strided, given, *edge), want, dtype=torch.float64, kind="sum")
-
-
 @pytest.mark.usefixtures("made_on")
 def test_ties_share_the_gradient():
     ours, theirs = pair("max")
@@ -302,17 +267,6 @@ def test_explainers():
     assert explanation.edge_mask.shape == (graph.shape[1],)
 
 
-@every_layer
-@pytest.mark.parametrize("wrong", [-1, NODES])
-def test_wrong_edges(name: str, wrong: int):
-    ours, _ = pair(name)
-    (x, graph, *edge), _ = inputs_of(name)
-    graph[1 if CASES[name][0] != "GraphConv" else 0, 2] = wrong
-    # Where torch_geometric's own normalisation comes first, its error is torch's.
-    with pytest.raises((InsumError, IndexError, RuntimeError)):
-        ours(x, graph, *edge)
-
-
 def test_errors_of_the_peer():
     ours, theirs = pair("mean")
     (x, graph), _ = inputs_of("mean")
@@ -328,52 +282,6 @@ def test_errors_of_the_peer():
 # As a module.
 
 
-@every_layer
-def test_state_and_copies(name: str):
-    ours, theirs = pair(name)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    arguments, _ = inputs_of(name)
-    want = ours(*arguments)
-    for same in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert torch.equal(same(*arguments), want)
-        assert same.options == ours.options
-    again, _ = pair(name, options=Options(deterministic=True))
-    again.load_state_dict(theirs.state_dict())
-    assert_matches(again(*arguments), want, dtype=torch.float64, kind="sum")
-    assert repr(ours).startswith(repr(theirs))
-    assert ours.expression.splitlines() == [line.strip() for line in repr(ours).splitlines()[1:]]
-    explained = ours.explain_statement(*arguments)
-    assert "X[J[e]," in str(explained)
-
-
-@every_layer
-def test_swap(name: str):
-    kind, arguments, _ = CASES[name]
-    given, named = arguments()
-    peer = getattr(peers, kind)(*given, **named).double().eval()
-    model = nn.Sequential(peer)
-    call, _ = inputs_of(name)
-    want = peer(*call)
-    parameters = [*model.parameters()]
-    assert next(row.action for row in swap(model).rows) == "swapped"
-    assert type(model[0]) is getattr(convolutions, kind)
-    assert not model[0].training
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert_matches(model[0](*call), want, dtype=torch.float64, kind="sum")
-
-
-@every_layer
-def test_torch_compile(name: str):
-    ours, _ = pair(name)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    arguments, leaves = inputs_of(name)
-    got, want = compiled(*arguments), ours(*arguments)
-    assert_matches(got, want, dtype=torch.float64, kind="sum")
-    a, b = (torch.autograd.grad(out.sin().sum(), leaves) for out in (got, want))
-    for g, w in zip(a, b, strict=True):
-        assert_matches(g, w, dtype=torch.float64, kind="gradient", scale=10 * float(w.abs().max()))
-
-
 @pytest.mark.parametrize("name", ["mean", "max", "isomorphism", "weights", "gated"])
 def test_torchscript(name: str):
     ours, theirs = pair(name)
@@ -383,19 +291,6 @@ def test_torchscript(name: str):
     scripted = torch.jit.script(ours)
     assert_matches(scripted(*arguments), want, dtype=torch.float64, kind="sum")
     assert list(scripted.state_dict()) == list(theirs.state_dict())
-
-
-# torch_geometric's normalisation with loops asks a meta tensor for its values.
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("Cheb", "simpl"))])
-def test_meta_device(name: str):
-    kind, arguments, carried = CASES[name]
-    with torch.device("meta"):
-        given, named = arguments()
-        layer = getattr(convolutions, kind)(*given, **named)
-        edges = {"": [], "w": [torch.rand(EDGES)], "f": [torch.rand(EDGES, 4)]}[carried]
-        out = layer(torch.empty(NODES, WIDTH), torch.empty(2, EDGES, dtype=torch.int64), *edges)
-    assert out.is_meta
-    assert out.shape[0] == NODES
 
 
 def test_a_mean_counts_edges_once_for_each_edge_list(monkeypatch):

@@ -108,17 +108,6 @@ def test_other_sizes(nodes: int, edges: int, weighted: bool):
     assert_same(*layers, [x, weight] if weighted else [x], x, graph, weight)
 
 
-@pytest.mark.parametrize(("narrow", "wide"), [(6, 3), (3, 6)])
-@pytest.mark.parametrize("edge_weight", [None, torch.zeros(0)])
-def test_no_nodes(narrow: int, wide: int, edge_weight: Tensor | None):
-    layer, x = GCNConv(narrow, wide), torch.randn(0, narrow, requires_grad=True)
-    out = layer(x, torch.zeros(2, 0, dtype=torch.int64), edge_weight)
-    assert out.shape == (0, wide)
-    out.sum().backward()
-    assert x.grad is not None
-    assert x.grad.shape == (0, narrow)
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("narrow", "wide"), [(4, 2), (2, 4)])
 @pytest.mark.parametrize("node_dim", [-2, 1])
@@ -152,25 +141,6 @@ def test_negative_weights_and_nan(low: float):
     assert want.isnan().any()
     assert not want.isnan().all()
     torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-12, atol=1e-12)
-
-
-def test_permuting_nodes_and_edges_permutes_the_result():
-    layer, graph = GCNConv(4, 7).double(), random_graph()
-    x = torch.randn(NODES, 4, dtype=torch.float64)
-    nodes, edges = torch.randperm(NODES), torch.randperm(graph.shape[1])
-    moved = torch.empty_like(x).index_copy(0, nodes, x)
-    want = torch.empty(NODES, 7, dtype=torch.float64).index_copy(0, nodes, layer(x, graph))
-    assert_matches(layer(moved, nodes[graph[:, edges]]), want, dtype=torch.float64, kind="sum")
-
-
-def test_strided_inputs():
-    layer, graph = GCNConv(4, 7).double(), random_graph()
-    x = torch.randn(4, NODES, dtype=torch.float64).t()
-    edges = graph.t().contiguous().t()
-    weight = torch.rand(graph.shape[1], 2, dtype=torch.float64)[:, 1]
-    want = layer(x.contiguous(), graph, weight.contiguous())
-    assert_matches(layer(x, edges, weight), want, dtype=torch.float64, kind="copy")
-    assert_matches(layer(x, graph.int(), weight[:, None]), want, dtype=torch.float64, kind="copy")
 
 
 # Kinds of graphs and features.
@@ -406,22 +376,6 @@ def test_explain_statement(weighted: bool):
         assert "combine: scatter" in text
         # What the layer adds after its own product is not part of the statement.
         assert ("copy(Y)  # the initial value" in text) == (layer.in_channels > layer.out_channels)
-
-
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
-)
-@pytest.mark.parametrize("called", [False, True])
-def test_copies(way, called: bool):
-    layer, graph = GCNConv(3, 4, options=Options(deterministic=True)), random_graph()
-    x = torch.randn(NODES, 3)
-    if called:
-        layer(x, graph)
-    other = way(layer)
-    assert other.options == layer.options
-    assert torch.equal(other(x, graph), layer(x, graph))
-    other.lin.weight.data.zero_()
-    assert not torch.equal(other(x, graph), layer(x, graph))
 
 
 def test_torchscript_takes_the_message_path():
@@ -698,52 +652,6 @@ def test_compiled_by_inductor():
     for _ in range(2):
         # Inductor may write over what it thinks dead: the graph's own tensors must not be among that.
         assert_matches(compiled(x, graph), layer(x, graph).double(), dtype=torch.float32, kind="sum")
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported(strict: bool):
-    layer, graph = GCNConv(3, 4).double(), random_graph()
-    nodes, edges = torch.export.Dim("nodes"), torch.export.Dim("edges")
-    shapes = {"x": {0: nodes}, "edge_index": {1: edges}, "edge_weight": {0: edges}}
-    weight = torch.rand(graph.shape[1], dtype=torch.float64)
-    arguments = (torch.randn(NODES, 3, dtype=torch.float64), graph, weight)
-    program = torch.export.export(layer, arguments, dynamic_shapes=shapes, strict=strict)
-    small = random_graph(9, 20)
-    other = (torch.randn(9, 3, dtype=torch.float64), small, torch.rand(small.shape[1], dtype=torch.float64))
-    for call in (arguments, other):
-        assert_matches(program.module()(*call), layer(*call), dtype=torch.float64, kind="sum")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("narrow", "wide"), [(4, 8), (8, 4)])
-def test_half_precision(dtype: torch.dtype, weighted: bool, narrow: int, wide: int):
-    layer = GCNConv(narrow, wide).to(dtype)
-    exact = copy.deepcopy(layer).double()
-    graph = random_graph()
-    x = torch.randn(NODES, narrow).to(dtype)
-    weight = torch.rand(graph.shape[1]).to(dtype) if weighted else None
-    want = exact(x.double(), graph, weight.double() if weighted else None)
-    # Two products, each stored in the half type.
-    assert_matches(layer(x, graph, weight), want, dtype=dtype, kind="second")
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("narrow", "wide"), [(4, 8), (8, 4)])
-def test_autocast(weighted: bool, narrow: int, wide: int):
-    layer, graph = GCNConv(narrow, wide), random_graph()
-    x = torch.randn(NODES, narrow, requires_grad=True)
-    weight = torch.rand(graph.shape[1], requires_grad=True) if weighted else None
-    want = layer(x, graph, weight)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = layer(x, graph, weight)
-    # The bias is float32, and so is the peer's result.
-    assert out.dtype == torch.float32
-    assert_matches(out.bfloat16(), want.double(), dtype=torch.bfloat16, kind="second")
-    leaves = [x, layer.lin.weight, *([weight] if weighted else [])]
-    for a, b in zip(*(torch.autograd.grad(o.sum(), leaves) for o in (out, want)), strict=True):
-        assert a.dtype == torch.float32
-        assert_matches(a.bfloat16(), b.double(), dtype=torch.bfloat16, kind="second")
 
 
 @pytest.mark.parametrize(("narrow", "wide"), [(4, 8), (8, 4)])

@@ -16,12 +16,10 @@ import torch_geometric.nn as peers
 from torch_geometric.nn.aggr import DegreeScalerAggregation, MultiAggregation, StdAggregation
 
 from insum_nn import layers
-from insum_nn.compiler.options import Options
-from insum_nn.errors import InsumError, InsumRangeError
+from insum_nn.errors import InsumRangeError
 from insum_nn.layers.swap import swap
 from insum_nn.testing.tolerances import assert_matches
 from tests.layers.graph.test_attention import assert_same, messages_refused, real
-from tests.layers.graph.test_convolutions import assert_same_in
 from tests.layers.graph.test_gcn_conv import random_graph
 
 NODES, EDGES, WIDTH, RELATIONS, FEATURES = 14, 45, 6, 3, 4
@@ -142,25 +140,6 @@ def test_node_numbers_in_place_of_features(kind: str, named: dict[str, Any]):
         blocks(numbers, graph, types)
 
 
-@every_layer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.usefixtures("made_on")
-def test_other_dtypes(name: str, dtype: torch.dtype):
-    assert_same_in(dtype, *pair(name), inputs_of(name)[0])
-
-
-@every_layer
-@pytest.mark.usefixtures("made_on")
-def test_strides_and_other_integers(name: str):
-    ours, theirs = pair(name)
-    (x, graph, *edge), _ = inputs_of(name)
-    want = theirs(x, graph, *edge)
-    strided = x.detach().t().contiguous().t()
-    for given in (graph.t().contiguous().t(), graph.int()):
-        types = [e.int() if not e.is_floating_point() and given.dtype == torch.int32 else e for e in edge]
-        assert_matches(ours(strided, given, *types), want, dtype=torch.float64, kind="sum")
-
-
 def test_shares_of_relations_are_made_once_for_each_edge_list_and_its_types():
     ours, theirs = pair("relations")
     (x, graph, types), _ = inputs_of("relations")
@@ -242,17 +221,6 @@ def test_what_first_layers_cannot_say_is_the_peers(change: str):
     assert len(seen) == ("hook" in change)
 
 
-@every_layer
-@pytest.mark.parametrize("wrong", [-1, NODES])
-@pytest.mark.parametrize("end", [0, 1])
-def test_wrong_edges(name: str, wrong: int, end: int):
-    ours, _ = pair(name)
-    (x, graph, *edge), _ = inputs_of(name)
-    graph[end, 2] = wrong
-    with pytest.raises(InsumError):
-        ours(x, graph, *edge)
-
-
 @pytest.mark.parametrize("wrong", [-1, RELATIONS])
 def test_wrong_types(wrong: int):
     x, graph, types = inputs_of("relations")[0]
@@ -265,37 +233,6 @@ def test_wrong_types(wrong: int):
 
 
 # As a module.
-
-
-@every_layer
-def test_state_and_copies(name: str):
-    ours, theirs = pair(name)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    arguments, _ = inputs_of(name)
-    want = ours(*arguments)
-    for same in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert torch.equal(same(*arguments), want)
-        assert same.options == ours.options
-    again, _ = pair(name, options=Options(deterministic=True, validate=True))
-    again.load_state_dict(theirs.state_dict())
-    assert_matches(again(*arguments), want, dtype=torch.float64, kind="sum")
-    assert repr(ours).startswith(repr(theirs))
-    assert ours.explain_statement(*arguments)
-
-
-@every_layer
-def test_swap(name: str):
-    kind, arguments, _ = CASES[name]
-    given, named = arguments()
-    peer = getattr(peers, kind)(*given, **named).double().eval()
-    model = nn.Sequential(peer)
-    call, _ = inputs_of(name)
-    want = peer(*call)
-    parameters = [*model.parameters()]
-    assert next(row.action for row in swap(model).rows) == "swapped"
-    assert type(model[0]) is getattr(layers, kind)
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert_matches(model[0](*call), want, dtype=torch.float64, kind="sum")
 
 
 @every_case
@@ -311,15 +248,6 @@ def test_torch_compile(name: str):
         assert_matches(g, w, dtype=torch.float64, kind="gradient", scale=10 * float(w.abs().max()))
 
 
-@every_layer
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(name: str, strict: bool):
-    ours, _ = pair(name)
-    arguments = [t.detach() for t in inputs_of(name)[0]]
-    exported = torch.export.export(ours.eval(), tuple(arguments), strict=strict)
-    assert_matches(exported.module()(*arguments), ours(*arguments), dtype=torch.float64, kind="sum")
-
-
 # torch_geometric's own code cannot be scripted for the others.
 @pytest.mark.parametrize("name", ["fast", "fast blocks", "towers of all", "deep, of edges", "edges", "edges, deep"])
 def test_torchscript(name: str):
@@ -328,18 +256,6 @@ def test_torchscript(name: str):
     scripted = torch.jit.script(ours)
     assert_matches(scripted(*arguments), theirs(*arguments), dtype=torch.float64, kind="sum")
     assert list(scripted.state_dict()) == list(theirs.state_dict())
-
-
-@every_case
-def test_meta_device(name: str):
-    kind, arguments, carried = CASES[name]
-    given, named = arguments()
-    layer = getattr(layers, kind)(*given, **named).to("meta")
-    with torch.device("meta"):
-        edges = {"": [], "t": [torch.zeros(EDGES, dtype=torch.int64)], "f": [torch.rand(EDGES, FEATURES)]}[carried]
-        out = layer(torch.empty(NODES, WIDTH), torch.empty(2, EDGES, dtype=torch.int64), *edges)
-    assert out.is_meta
-    assert out.shape[0] == NODES
 
 
 # Rows of types.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, I
 from insum_nn.layers.pruned.block_sparse_linear import BlockSparseLinear
 from insum_nn.structure.pruning import carry_optimizer_state, group_norms
 from insum_nn.testing.tolerances import assert_matches
-from tests.ops.oracle import assert_gradients
 from tests.ranks import run_ranks
 
 SIZES = [(96, 64, (32, 32)), (70, 45, (32, 16)), (33, 130, (8, 128)), (5, 3, (8, 8)), (64, 64, (64, 8))]
@@ -59,22 +56,6 @@ def assert_as_dense(layer: BlockSparseLinear, x: Tensor) -> None:
 def test_equals_dense(k, m, block, group, lead):
     layer = make(k, m, block, group_size=group)
     assert_as_dense(layer, torch.randn(*lead, k, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@each_group
-def test_dtypes(dtype, group):
-    assert_as_dense(make(dtype=dtype, group_size=group), torch.randn(9, 70).to(dtype))
-
-
-@each_group
-def test_finite_differences(group):
-    layer = make(6, 5, (2, 4), group_size=group)
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
-
-    assert_gradients(run, [torch.randn(3, 6), layer.weight, layer.bias])
 
 
 def test_without_bias_and_without_blocks():
@@ -395,43 +376,7 @@ def test_states_of_other_layers_are_refused():
     assert "weight (4, 32, 32) and position (2,) do not belong together" in text
 
 
-def test_copies_and_pickles():
-    layer = make(group_size=2)
-    x = torch.randn(3, 70, dtype=torch.float64)
-    buffer = io.BytesIO()
-    torch.save(layer, buffer)
-    buffer.seek(0)
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(buffer, weights_only=False)):
-        assert torch.equal(twin(x), layer(x))
-        assert twin.weight is not layer.weight
-        twin.prune(0.2)
-        assert twin.num_stored < layer.num_stored
-
-
-def test_casts():
-    layer = make(dtype=torch.float32).double()
-    assert layer.weight.dtype == torch.float64
-    assert layer.position.dtype == torch.int64
-    assert_as_dense(layer, torch.randn(3, 70, dtype=torch.float64))
-    assert_as_dense(layer.bfloat16(), torch.randn(3, 70).bfloat16())
-
-
 # Modes.
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(dtype):
-    layer = make(dtype=torch.float32)
-    dense = layer.to_linear()
-    x = torch.randn(6, 70)
-    with torch.autocast("cpu", dtype):
-        y, z = layer(x), dense(x)
-        assert y.dtype == z.dtype == dtype
-        y.float().square().sum().backward()
-    assert_matches(y, z.double(), dtype=dtype, kind="gradient")
-    assert layer.weight.grad.dtype == torch.float32
-    with torch.autocast("cpu", dtype):
-        assert layer(x.to(dtype)).dtype == dtype
 
 
 @each_group
@@ -442,38 +387,6 @@ def test_compiled_code_sees_a_new_mask(group):
     torch.testing.assert_close(compiled(x), layer(x))
     layer.prune(0.2)
     torch.testing.assert_close(compiled(x), layer(x))
-
-
-@each_group
-def test_exports(group):
-    layer = make(dtype=torch.float32, group_size=group)
-    rows = torch.export.Dim("rows", min=2, max=64)
-    program = torch.export.export(layer, (torch.randn(4, 70),), dynamic_shapes=({0: rows},))
-    x = torch.randn(9, 70)
-    torch.testing.assert_close(program.module()(x), layer(x))
-
-
-def test_per_sample_gradients():
-    layer = make(12, 8, (2, 3))
-    state = dict(layer.named_parameters())
-    x = torch.randn(5, 12, dtype=torch.float64)
-
-    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, parameters, (sample,)).square().sum()
-
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(state, x)
-    for i in range(5):
-        wanted = torch.autograd.grad(loss(state, x[i]), list(state.values()))
-        for found, one in zip(each.values(), wanted, strict=True):
-            assert_matches(found[i], one, dtype=torch.float64, kind="gradient")
-
-
-def test_on_each_device(device):
-    layer = make(dtype=torch.float32).to(device)
-    dense = layer.to_linear()
-    x = torch.randn(9, 70, device=device)
-    assert_matches(layer(x), dense.double()(x.double()), dtype=torch.float32, kind="sum")
-    assert_matches(layer.cpu()(x.cpu()), dense(x.double()), dtype=torch.float32, kind="sum")
 
 
 # What it shows.

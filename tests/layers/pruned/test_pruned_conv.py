@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -99,12 +96,6 @@ def test_all_weights(image, arguments):
     assert_as_dense(make(1.0, ndim=len(image), **arguments), torch.randn(2, 6, *image, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@each_kind
-def test_dtypes(ndim, dtype):
-    assert_as_dense(make(dtype=dtype, ndim=ndim, padding=1, stride=2), torch.randn(3, 6, *SIZES[ndim]).to(dtype))
-
-
 @each_kind
 @pytest.mark.parametrize(
     "arguments", [{"padding": 1}, {"stride": 2, "dilation": 2, "padding": 1, "groups": 2}], ids=label
@@ -116,21 +107,6 @@ def test_finite_differences(ndim, arguments):
         return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
 
     assert_gradients(run, [torch.randn(2, 2, *(4, 3, 2)[:ndim]), layer.weight, layer.bias])
-
-
-@each_kind
-def test_second_derivatives_equal_the_dense_ones(ndim):
-    layer = make(ndim=ndim, padding=1)
-    x = torch.randn(2, 6, *SIZES[ndim], dtype=torch.float64)
-    convolve = getattr(functional, f"conv{ndim}d")
-    results: list[list[Tensor]] = []
-    for run in (lambda x, w: layer(x), lambda x, w: convolve(x, layer.to_dense(), layer.bias, padding=1)):
-        own = x.clone().requires_grad_()
-        leaves = [own, layer.weight]
-        first = torch.autograd.grad(run(*leaves).pow(3).sum(), leaves, create_graph=True)
-        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
-    for ours, theirs in zip(*results, strict=True):
-        assert_matches(ours, theirs, dtype=torch.float64, kind="second")
 
 
 @each_kind
@@ -338,15 +314,6 @@ def test_recorded_gradients_are_the_dense_layer_s(image, arguments):
 # State and modes.
 
 
-@each_kind
-def test_state_and_copies(ndim):
-    layer, other = make(0.5, ndim=ndim), make(0.1, ndim=ndim)
-    x = torch.randn(2, 6, *SIZES[ndim], dtype=torch.float64)
-    other.load_state_dict(layer.state_dict())
-    for twin in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(twin(x), layer(x))
-
-
 def test_states_of_other_layers_are_refused():
     layer = make(0.5)
     with pytest.raises(
@@ -359,55 +326,6 @@ def test_states_of_other_layers_are_refused():
         make(ndim=1).load_state_dict(layer.state_dict())
     with pytest.raises(RuntimeError, match=r"'weight' is dense, \(12, 6, 3, 3\)"):
         layer.load_state_dict(nn.Conv2d(6, 12, 3).state_dict())
-
-
-@each_kind
-def test_autocast(ndim):
-    layer = make(ndim=ndim, dtype=torch.float32, padding=1)
-    x = torch.randn(2, 6, *SIZES[ndim])
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-    assert y.dtype == torch.bfloat16
-    assert_matches(y, layer.to_conv().double()(x.double()), dtype=torch.bfloat16, kind="gradient")
-
-
-@each_kind
-def test_exports(ndim):
-    layer = make(ndim=ndim, dtype=torch.float32, padding=1)
-    given = torch.randn(3, 6, *SIZES[ndim])
-    program = torch.export.export(layer, (given,), dynamic_shapes=({0: torch.export.Dim("n")},))
-    x = torch.randn(5, 6, *SIZES[ndim])
-    torch.testing.assert_close(program.module()(x), layer(x))
-
-
-@each_kind
-def test_compiles(ndim):
-    layer = make(ndim=ndim, padding=1, stride=2)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(3, 6, *SIZES[ndim], dtype=torch.float64)
-    results: list[list[Tensor]] = []
-    for module in (layer, compiled):
-        own = x.clone().requires_grad_()
-        y = module(own)
-        results.append([y, *torch.autograd.grad(y.square().sum(), [own, layer.weight, layer.bias])])
-    for got, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(got, wanted)
-
-
-@each_kind
-def test_on_each_device(device, ndim):
-    layer = make(ndim=ndim, dtype=torch.float32, padding=1).to(device)
-    x = torch.randn(2, 6, *SIZES[ndim], device=device)
-    assert_matches(layer(x), layer.to_conv().double()(x.double()), dtype=torch.float32, kind="sum")
-
-
-@each_kind
-def test_places_outlast_the_meta_device(ndim):
-    layer = make(ndim=ndim)
-    mask, index = layer.mask, {name: tensor.clone() for name, tensor in layer.index.items()}
-    layer.to("meta").to_empty(device="cpu")
-    assert torch.equal(layer.mask, mask)
-    assert all(torch.equal(layer.index[name], tensor) for name, tensor in index.items())
 
 
 @pytest.mark.library_calls

@@ -11,11 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from insum_nn.layers.voxel.conv import (
     SparseConv3d,
-    SparseConvTranspose3d,
     SparseInverseConv3d,
     SubMConv3d,
 )
-from insum_nn.layers.voxel.pool import SparseAvgPool3d, SparseGlobalAvgPool, SparseGlobalMaxPool, SparseMaxPool3d
+from insum_nn.layers.voxel.pool import SparseGlobalMaxPool, SparseMaxPool3d
 from insum_nn.layers.voxel.sequential import SparseBatchNorm, SparseReLU, SparseSequential, ToDense
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.models import minkunet
@@ -59,15 +58,8 @@ def in_evaluation() -> nn.Module:
 
 
 LAYERS = {
-    "subm": lambda: SubMConv3d(4, 4, 3),
-    "pointwise": lambda: SubMConv3d(4, 4, 1),
     "pointwise with a key": lambda: SparseConv3d(4, 4, 1, indice_key="k"),
-    "strided": lambda: SparseConv3d(4, 4, 3, 2, 1),
-    "transposed": lambda: SparseConvTranspose3d(4, 4, 3, 2, 1),
-    "max": lambda: SparseMaxPool3d(2),
-    "avg": lambda: SparseAvgPool3d(3, 2, 1),
     "global max": lambda: SparseSequential(SparseConv3d(4, 4, 2, 2), SparseGlobalMaxPool()),
-    "global avg": lambda: SparseGlobalAvgPool(),
     "dense": lambda: SparseSequential(SparseConv3d(4, 4, 3, 2, 1), ToDense(), nn.Conv3d(4, 2, 1)),
     "network": network,
     "in evaluation": in_evaluation,
@@ -78,7 +70,7 @@ def features_of(result: SparseConvTensor | torch.Tensor) -> torch.Tensor:
     return result if isinstance(result, torch.Tensor) else result.features
 
 
-# With their gradients single layers are traced in test_traced_graphs.py too, and whole networks below.
+# Single layers are compiled by their cases, test_voxel_layers.py.
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
     """Values, gradients, voxels and maps of clouds of several sizes, for which a layer is compiled twice at most."""

@@ -16,7 +16,6 @@ from insum_nn.layers.voxel.pool import (
     SparseAvgPool1d,
     SparseAvgPool3d,
     SparseGlobalAvgPool,
-    SparseGlobalMaxPool,
     SparseMaxPool,
     SparseMaxPool2d,
     SparseMaxPool3d,
@@ -121,31 +120,6 @@ def test_a_least_result():
     assert torch.equal(layer(x).features, got)
 
 
-@pytest.mark.parametrize(
-    "layer", [SparseMaxPool3d(3, 2, 1), SparseMaxPool3d(3, 2, 1, at_least=None), SparseAvgPool3d(3, 2, 1)], ids=repr
-)
-def test_gradients(layer):
-    x = cloud(count=6)
-    leaf = x.features.detach().requires_grad_()
-    torch.autograd.gradcheck(lambda f: layer(x.replace_feature(f)).features, leaf)
-    torch.autograd.gradgradcheck(lambda f: layer(x.replace_feature(f)).features, leaf)
-
-
-def test_global_pools(device):
-    x = cloud(device=device)
-    chunks = [x.features[x.indices[:, 0] == entry] for entry in range(2)]
-    torch.testing.assert_close(SparseGlobalMaxPool()(x), torch.stack([c.max(0).values for c in chunks]))
-    torch.testing.assert_close(SparseGlobalAvgPool()(x), torch.stack([c.mean(0) for c in chunks]))
-    # A cloud without voxels gives zeros, not NaN.
-    wide = SparseConvTensor(x.features, x.indices, x.spatial_shape, 4)
-    assert not SparseGlobalMaxPool()(wide)[2:].any()
-    assert not SparseGlobalAvgPool()(wide)[2:].any()
-    leaf = x.features[:6].detach().requires_grad_()
-    few = SparseConvTensor(leaf, x.indices[:6], x.spatial_shape, 2)
-    for pool in (SparseGlobalMaxPool(), SparseGlobalAvgPool()):
-        torch.autograd.gradcheck(lambda f, pool=pool: pool(few.replace_feature(f)), leaf)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_means_count_exactly(dtype):
     """More voxels than a half type can count to (2,048 or 256), or can hold (65,504), or can hold the inverse of."""
@@ -176,15 +150,6 @@ def test_keys_and_submanifold_pools():
     recorded = SparseAvgPool(3, 2, 2, record_voxel_count=True)
     z = recorded(x)
     assert recorded.get_max_num_voxels().item() == z.indices.shape[0]
-
-
-def test_empty_and_statements():
-    x = SparseConvTensor(torch.ones(0, 3), torch.zeros(0, 4, dtype=torch.int32), [8] * 3, 2)
-    for layer in (SparseMaxPool3d(2), SparseAvgPool3d(2)):
-        assert layer(x).features.shape == (0, 3)
-        assert layer.expression in repr(layer)
-    assert SparseGlobalMaxPool()(x).shape == (2, 3)
-    assert "max=" in SparseGlobalMaxPool().expression
 
 
 def test_wrong_dimension():
