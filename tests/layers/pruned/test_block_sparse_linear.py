@@ -321,16 +321,6 @@ def test_state_that_does_not_follow_the_rows_is_refused():
 # State.
 
 
-def test_state_dict_round_trip():
-    layer, fresh = make(), make()
-    assert not torch.equal(layer.position, fresh.position), "the seeds must give different structures"
-    assert set(layer.state_dict()) == {"weight", "bias", "position", "dense_shape"}
-    fresh.load_state_dict(layer.state_dict())
-    x = torch.randn(3, 70, dtype=torch.float64)
-    assert torch.equal(fresh(x), layer(x))
-    assert torch.equal(fresh.mask, layer.mask)
-
-
 @each_group
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_of_another_density_is_adopted(group, assign):
