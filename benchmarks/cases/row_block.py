@@ -46,7 +46,7 @@ def matrix_of(setting: Setting, nodes: int, edges: int, first: int) -> COO:
 
 @case(
     "row_block",
-    tests=("tests/ops/test_spmm.py", "tests/formats/test_conformance.py"),
+    tests=("tests/ops/test_spmm.py", "tests/formats/test_every_format.py"),
     graph=tuple(GRAPHS),
     rows=(4, 16),
     dtype=("float16", "float32"),

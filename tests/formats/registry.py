@@ -1,4 +1,4 @@
-"""The formats under test: a new format is one line here, and gets the whole conformance suite."""
+"""The formats under test: a new format is a row here, and a class in test_every_format.py."""
 
 from __future__ import annotations
 
