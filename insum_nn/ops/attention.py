@@ -17,10 +17,13 @@ from torch import Tensor
 from insum_nn.compiler.api import run_statements
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
+from insum_nn.facts import NamedFacts
 from insum_nn.ops.statements import promoted, static_shape
 from insum_nn.tensor_cache import same_view
 
 __all__ = ["ATTEND", "SOFTMAX", "attention", "neighbour_softmax", "run_promoted"]
+
+_NO_FACTS = NamedFacts()
 
 SOFTMAX = """M[I[e],h] max= detach(S[e,h])
 P[e,h] = exp(S[e,h] - M[I[e],h])
@@ -81,6 +84,7 @@ def attention(
     edge: Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    facts: NamedFacts = _NO_FACTS,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """Attend along the edges of a graph: dot products of queries and keys, a softmax over each node's edges, a sum.
@@ -101,6 +105,7 @@ def attention(
         edge: (e, h, c) `F`, added to keys and values; differentiable.
         scale: of scores, 1 / sqrt(c) where it is not given.
         dropout: the share of weights that are set to 0, and by which the others grow.
+        facts: of `I` and `J`; with `masked=False` an entry of -1 is an error.
         options: compile options; see `insum_nn.Options`.
 
     Returns:
@@ -119,10 +124,10 @@ def attention(
     ends = {"I": receives, "J": sends}
     edges = {} if edge is None else {"F": edge}
     scores = {"Q": query, "K": key, "scale": query.new_full((), factor), **edges}
-    weights = run_promoted(f"{_DOTS[edge is not None]}\n{SOFTMAX}", scores, ends, options)
+    weights = run_promoted(f"{_DOTS[edge is not None]}\n{SOFTMAX}", scores, ends, options, facts=facts)
     kept = torch.nn.functional.dropout(weights, dropout) if dropout else weights
     sums, nodes = {"W": kept, "V": value, **edges}, {"Y": (query.shape[0], None, None)}
-    return run_promoted(_SUMS[edge is not None], sums, ends, options, nodes), weights
+    return run_promoted(_SUMS[edge is not None], sums, ends, options, nodes, facts), weights
 
 
 def run_promoted(
@@ -131,8 +136,9 @@ def run_promoted(
     entries: dict[str, Tensor],
     options: Options,
     out_shape: dict[str, tuple[int | None, ...]] | None = None,
+    facts: NamedFacts = _NO_FACTS,
 ) -> Tensor:
     """Run statements on values of the dtype to which torch promotes all of theirs."""
     # Views are found once for all statements.
     named = {**promoted(values), **{name: same_view(entry) for name, entry in entries.items()}}
-    return run_statements(expression, named, options=options, out_shape=out_shape or {})  # type: ignore[no-any-return]
+    return run_statements(expression, named, options=options, out_shape=out_shape or {}, facts=facts)  # type: ignore[no-any-return]

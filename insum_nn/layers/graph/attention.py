@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from insum_nn.layers.graph.messages import MessageLayer, kept_edges, pyg, utils
+from insum_nn.layers.graph.messages import FACTS, MessageLayer, kept_edges, pyg, utils
 from insum_nn.ops.attention import ATTEND, SOFTMAX, attention, run_promoted
 from insum_nn.ops.statements import in_a_graph
 from insum_nn.structure.graph_entries import edge_entries
@@ -53,13 +53,13 @@ class _Attention(MessageLayer):
         """Return (e, heads) the weights of edges, after dropout."""
         self._check_input(edge_index, None)
         shapes = {name: (nodes, None) for name in "MZ"}
-        weights = run_promoted(f"{scores}\n{SOFTMAX}", values, self._ends(edge_index), self.options, shapes)
+        weights = run_promoted(f"{scores}\n{SOFTMAX}", values, self._ends(edge_index), self.options, shapes, FACTS)
         return functional.dropout(weights, self.dropout, self.training)  # type: ignore[attr-defined]
 
     def _sum(self, edge_index: Tensor, size: Any, x: Any, alpha: Tensor) -> Tensor:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         nodes = size[1] if size is not None else (x[0] if x[1] is None else x[1]).size(0)
         shape = {"Y": (nodes, None, None)}
-        return run_promoted(ATTEND, {"W": alpha, "V": x[0]}, self._ends(edge_index), self.options, shape)
+        return run_promoted(ATTEND, {"W": alpha, "V": x[0]}, self._ends(edge_index), self.options, shape, FACTS)
 
 
 class GATConv(_Attention, pyg.conv.GATConv):
@@ -178,6 +178,7 @@ class TransformerConv(_Attention, pyg.conv.TransformerConv):  # pyright: ignore[
             ends["I"],
             edge=edge,
             dropout=self.dropout if self.training else 0.0,
+            facts=FACTS,
             options=self.options,
         )
         return out
