@@ -4,8 +4,8 @@ from insum_nn import datasets, formats, layers, models, ops, schedules, testing
 from insum_nn.compiler.api import Program, compile, insum
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.execution import cache_info, clear_cache
-from insum_nn.compiler.runtime.steps.prepare import prepare
-from insum_nn.compiler.runtime.steps.tuning import tune
+from insum_nn.compiler.runtime.prepare import prepare
+from insum_nn.compiler.runtime.tuning import tune
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.swap import swap
 from insum_nn.version import __version__ as __version__

@@ -135,7 +135,7 @@ CACHED_FUNCTIONS: dict[str, str] = {
     "insum_nn/ops/tensor_product_spec.py": "the layout of a spec, which is found by the text that operators carry",
 }
 
-# What torch sees of an operator while it traces is `compiler/runtime/tracing/`.
+# What torch sees of an operator while it traces is `compiler/runtime/inline.py` and `traced.py`.
 # file of ops/ or layers/ -> why it registers an operator of its own all the same; each line here is a debt.
 OWN_OPERATORS: dict[str, str] = {
     "insum_nn/ops/adjacency_product.py": "takes gradients by the transposed matrix; the statement's would sort it",
@@ -164,7 +164,7 @@ CALLS_A_LIBRARY: dict[str, str] = {
     "insum_nn/layers/voxel/sequential.py": "the first of each voxel's points: integers",
 }
 
-# Rules by device stand in `compiler/runtime/composite/statement_choice.py`.
+# Rules by device stand in `compiler/runtime/statement_choice.py`.
 # file of ops/ or layers/ -> why it asks where a tensor is all the same; each line here is a debt.
 DEVICE_RULES: dict[str, str] = {
     "insum_nn/layers/spconv/hash.py": "spconv's tables differ by device",
@@ -180,7 +180,7 @@ MAX_FILES = 14
 LARGE_FOLDERS: dict[str, str] = {
     "insum_nn/compiler/kernels": "launches of C stand beside those of Triton until both are nodes of one graph",
     "insum_nn/compiler/lang": "functions and programs of several statements are parts of one language",
-    "insum_nn/compiler/runtime": "the artifact of a CPU's calls stands beside what runs a GPU's",
+    "insum_nn/compiler/runtime": "all that a call meets: its program, gradients, tracers, whole steps",
 }
 MODULES = package_modules()
 
@@ -493,7 +493,7 @@ def test_the_check_of_device_rules_sees_them(text: str):
         (own_operators, OWN_OPERATORS, "a statement is registered by the compiler"),
         (own_gradients, OWN_GRADIENTS, "a statement's gradients are derived by the compiler"),
         (library_calls, CALLS_A_LIBRARY, "write a statement"),
-        (device_rules, DEVICE_RULES, "the compiler chooses by device: runtime/composite/statement_choice.py"),
+        (device_rules, DEVICE_RULES, "the compiler chooses by device: runtime/statement_choice.py"),
     ],
 )
 def test_operators_and_layers_keep_register_and_choose_nothing_else(

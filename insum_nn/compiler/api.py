@@ -19,18 +19,7 @@ from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.artifact import Artifact, Step
-from insum_nn.compiler.runtime.composite.statement_choice import (
-    LONG_SUM,
-    MOST_CELLS,
-    MOST_TERMS,
-    by_table,
-    dense_uses,
-    fits_between,
-    fits_both_ends,
-    pairs_are_faster,
-    paths_are_products,
-    pays_between,
-)
+from insum_nn.compiler.runtime.inline import inline_by_rows
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
     is_known,
@@ -44,15 +33,26 @@ from insum_nn.compiler.runtime.modes import (
     without_autocast,
 )
 from insum_nn.compiler.runtime.multilinear import Sums, multilinear
+from insum_nn.compiler.runtime.needed_gradients import keep_inner
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
 from insum_nn.compiler.runtime.program import Program, Shape
 from insum_nn.compiler.runtime.several_statements import StatementsProgram, run_statements
+from insum_nn.compiler.runtime.statement_choice import (
+    LONG_SUM,
+    MOST_CELLS,
+    MOST_TERMS,
+    by_table,
+    dense_uses,
+    fits_between,
+    fits_both_ends,
+    pairs_are_faster,
+    paths_are_products,
+    pays_between,
+)
 from insum_nn.compiler.runtime.statement_graph import StatementGraph
-from insum_nn.compiler.runtime.steps.needed_gradients import keep_inner
-from insum_nn.compiler.runtime.steps.watch import statement_calls, watch
-from insum_nn.compiler.runtime.steps.whole_step import call_step
-from insum_nn.compiler.runtime.tracing.inline import inline_by_rows
-from insum_nn.compiler.runtime.tracing.traced import call_traced, options_text
+from insum_nn.compiler.runtime.traced import call_traced, options_text
+from insum_nn.compiler.runtime.watch import statement_calls, watched
+from insum_nn.compiler.runtime.whole_step import call_step
 from insum_nn.errors import InsumDtypeError, InsumFormatError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
@@ -99,7 +99,7 @@ __all__ = [
     "table",
     "to_autocast",
     "under_autocast",
-    "watch",
+    "watched",
     "without_autocast",
 ]
 

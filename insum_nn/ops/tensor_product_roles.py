@@ -17,7 +17,7 @@ from insum_nn.compiler.api import (
     graph_constant,
     is_traced,
     paths_are_products,
-    watch,
+    watched,
 )
 from insum_nn.dtypes import is_widened
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
@@ -298,7 +298,7 @@ class Roles(NamedTuple):
             key: as of a role.
         """
         # Who asks which statements run is shown each.
-        found = {} if key is None or watch.calls is not None else self.jointly(operands, rows, key)
+        found = {} if key is None or watched.get() is not None else self.jointly(operands, rows, key)
         for role, source in self.sources.items():
             if role not in found:
                 found[role] = source(operands, rows[role], key)

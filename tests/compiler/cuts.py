@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import insum_nn
+from insum_nn import Options
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.passes.cut_products import cuts_of
-from insum_nn.compiler.runtime.composite import statement_sequence
+from insum_nn.compiler.runtime import statement_cuts
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes
 
 __all__ = ["STATEMENTS", "cut_at_random", "drawn"]
@@ -72,23 +73,23 @@ def cut_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[Bound]:
     found: list[Bound] = []
 
     def best(
-        self: statement_sequence._Search, bound: Bound, sizes: Sizes, taken: frozenset[str], depth: int
-    ) -> tuple[statement_sequence.Tree, Cost]:
-        whole = self.price(bound, sizes)
-        cuts = [cut for cut in cuts_of(bound, taken) if statement_sequence._fits(cut, bound, sizes)]
+        bound: Bound, sizes: Sizes, taken: frozenset[str], depth: int, options: Options, room: float
+    ) -> tuple[statement_cuts.Tree, Cost]:
+        whole = statement_cuts._price(bound, sizes, options)
+        cuts = [cut for cut in cuts_of(bound, taken) if statement_cuts._fits(cut, bound, sizes)]
         random.Random(f"{bound.statement} {seed}").shuffle(cuts)
         for cut in cuts if depth else []:
-            first, second = statement_sequence._both(cut, bound, sizes)
+            first, second = statement_cuts._both(cut, bound, sizes)
             if math.prod(first.sizes.output) > 2**20:
                 continue
             found.append(bound)
             names = taken | {cut.intermediate, *(clear.name for clear in cut.clears)}
-            one, before = self.best(first.bound, first.sizes, names, depth - 1)
-            other, after = self.best(second.bound, second.sizes, names, depth - 1)
-            return statement_sequence.Tree(cut, one, other), before + after
-        return statement_sequence._WHOLE, whole
+            one, before = best(first.bound, first.sizes, names, depth - 1, options, room)
+            other, after = best(second.bound, second.sizes, names, depth - 1, options, room)
+            return statement_cuts.Tree(cut, one, other), before + after
+        return statement_cuts.WHOLE, whole
 
-    monkeypatch.setattr(statement_sequence._Search, "best", best)
+    monkeypatch.setattr(statement_cuts, "_best", best)
     insum_nn.clear_cache()
     return found
 

@@ -13,10 +13,10 @@ import insum_nn
 from benchmarks.schedules import under_schedule
 from insum_nn import Options, Program
 from insum_nn.compiler.ir.schedule import Schedule
+from insum_nn.compiler.runtime import fused_kernels as fused_module
 from insum_nn.compiler.runtime.artifact import Artifact, Step
-from insum_nn.compiler.runtime.composite import fused_kernels as fused_module
-from insum_nn.compiler.runtime.composite.fused_kernels import One
 from insum_nn.compiler.runtime.dispatch import prepare
+from insum_nn.compiler.runtime.fused_kernels import One
 from insum_nn.testing.tolerances import assert_matches
 
 __all__ = [
@@ -154,7 +154,7 @@ def described(
         extents = spec.agree(tensors, program.sizes, shape)
         assert extents is not None
         bound, chosen = prepare(spec, tensors, None, extents)
-        ones.append(One.of(number, bound, chosen, tuple(places), pool, extents))
+        ones.append(One.of(number, bound, chosen, places, tensors, extents))
     return ones, pool
 
 

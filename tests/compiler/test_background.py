@@ -25,7 +25,7 @@ from insum_nn.compiler.kernels import ahead, background, launch, machine_code
 from insum_nn.compiler.kernels.background import Background
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.stored_code import find_code
-from insum_nn.compiler.runtime.steps import gradients_ahead, whole_step
+from insum_nn.compiler.runtime import gradients_ahead, whole_step
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES

@@ -27,8 +27,7 @@ from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
-from insum_nn.compiler.runtime import artifact, dispatch, execution
-from insum_nn.compiler.runtime.library import fixed_extents
+from insum_nn.compiler.runtime import artifact, dispatch, execution, fixed_extents
 from insum_nn.errors import InsumNameError, InsumRangeError
 from insum_nn.facts import StaticTable
 
@@ -255,7 +254,7 @@ def test_sizes_alone_decide_which_extents_are_compiled_in():
         tensors = {"A": torch.ones(11, n), "B": torch.ones(11, m)}
         bound = replace(bind(statement, tensors, None), device_type=GPU)
         extents = resolve_extents(statement, [*tensors.values()], None, {}, None)
-        return dict(fixed_extents.FixedExtents(bound, Options()).of(extents))
+        return dict(fixed_extents.fixed_extents(bound, Options(), frozenset(), extents))
 
     for n in (*range(2, 65), 80, 4096):
         assert fixed(n, n) == {"n": n, "m": n}

@@ -12,7 +12,7 @@ from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.passes.cut_products import Cut, cuts_of
-from insum_nn.compiler.runtime.composite.statement_sequence import _both, _fits
+from insum_nn.compiler.runtime.statement_cuts import _both, _fits
 from insum_nn.compiler.schedule.product_cost import Sizes
 from tests.compiler.cuts import CHAIN, RGCN, STATEMENTS, drawn, out_shape
 

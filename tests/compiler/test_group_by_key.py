@@ -19,8 +19,8 @@ from insum_nn import Options
 from insum_nn.compiler.kernels import generated
 from insum_nn.compiler.kernels.row_partition import clear_partitions, partition_of, tiles_of
 from insum_nn.compiler.kernels.row_structures import tile_rows
-from insum_nn.compiler.runtime.composite import statement_sequence
-from insum_nn.compiler.runtime.tracing import inline as inline_module
+from insum_nn.compiler.runtime import inline as inline_module
+from insum_nn.compiler.runtime import statement_cuts
 from insum_nn.compiler.schedule import product_cost
 from insum_nn.compiler.schedule.form import Form
 from insum_nn.testing.tolerances import assert_matches
@@ -271,8 +271,8 @@ def test_where_it_pays(entries: int, count: int, width: int, *, grouped: bool):
 
 def test_what_is_weighed_and_summed_is_multiplied_first(monkeypatch: pytest.MonkeyPatch):
     """Products of entries are made in tiles, and weighed by another kernel; scattered ones are added to memory."""
-    machine = statement_sequence.machine_of
-    monkeypatch.setattr(statement_sequence, "machine_of", lambda _, width, **about: machine("gpu", width, **about))
+    machine = statement_cuts.machine_of
+    monkeypatch.setattr(statement_cuts, "machine_of", lambda _, width, **about: machine("gpu", width, **about))
     shapes = {"G": (16384, 2), "X": (16384, 1024), "W": (64, 1024, 1024), "E": (16384, 2), "out": (16384, 1024)}
     found = texts(sequence(CASES["experts"][0], KERNELS, dtype=torch.bfloat16, **shapes))
     assert found == ["T[t,k,o] += X[t,c] * W[E[t,k],c,o]", "Y[t,o] += T[t,k,o] * G[t,k]"]

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 
 import insum_nn
-from insum_nn.compiler.runtime.tracing import inline as inline_module
+from insum_nn.compiler.runtime import inline as inline_module
 from insum_nn.facts import IndexFacts
 from insum_nn.layers import GCNConv, TensorProductConv
 from insum_nn.ops.adjacency_product import adjacency_product

@@ -15,7 +15,7 @@ from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.limits import slot_indices
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.library.programs import library_calls_of
+from insum_nn.compiler.runtime.library_calls import library_calls_of
 from insum_nn.testing.random_programs import random_program
 from tests.golden_fixture import Golden
 

@@ -16,7 +16,7 @@ from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.library.programs import library_calls_of
+from insum_nn.compiler.runtime.library_calls import library_calls_of
 from tests.compiler.generated_cases import CASES
 from tests.compiler.test_loop_nest import canonical, drawn_program
 

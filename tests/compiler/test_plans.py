@@ -22,7 +22,7 @@ from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Bound, bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.runtime.composite import fused_kernels
+from insum_nn.compiler.runtime import fused_kernels
 from insum_nn.compiler.schedule import device as device_module
 from insum_nn.compiler.schedule import form as form_module
 from insum_nn.compiler.schedule import plan as plan_module
@@ -153,7 +153,7 @@ from benchmarks.registry import Setting
 from insum_nn.compiler.schedule import device, form as form_module
 from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.kernels.ahead import collect
-from insum_nn.compiler.runtime.composite import fused_kernels
+from insum_nn.compiler.runtime import fused_kernels
 from tests.pretended_gpu import H200, pretended_gpu
 
 counts = {}

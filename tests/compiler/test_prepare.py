@@ -19,7 +19,7 @@ from insum_nn.compiler.kernels import ahead, launch
 from insum_nn.compiler.kernels.ahead import collect, compile_all
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.source import OnDevice
-from insum_nn.compiler.runtime.steps import prepare as prepare_module
+from insum_nn.compiler.runtime import prepare as prepare_module
 from insum_nn.errors import InsumBackendError, InsumFormatError
 from insum_nn.testing.tolerances import assert_matches
 from tests.pretended_gpu import H200, Pretence, pretended_gpu
@@ -222,7 +222,7 @@ SCRIPT = """
 import json, torch
 import insum_nn
 from insum_nn.compiler.kernels.ahead import collect
-from insum_nn.compiler.runtime.steps import prepare as prepare_module
+from insum_nn.compiler.runtime import prepare as prepare_module
 from tests.compiler.test_prepare import Sums, operands
 from tests.pretended_gpu import H200, pretended_gpu
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import insum_nn
-from insum_nn.compiler.runtime import autograd, backward
-from insum_nn.compiler.runtime.steps import needed_gradients
+from insum_nn.compiler.runtime import autograd, backward, needed_gradients
 from insum_nn.ops.sparse_conv import sparse_conv
 from insum_nn.structure.kernel_map import build_kernel_map
 from tests.ops.conv_oracle import geometry, random_sites

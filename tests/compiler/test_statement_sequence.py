@@ -15,9 +15,10 @@ import insum_nn
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.lang.printed import Run
+from insum_nn.compiler.runtime import execution, statement_cuts
 from insum_nn.compiler.runtime.backends import is_matrix_product
-from insum_nn.compiler.runtime.composite import statement_sequence
-from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
+from insum_nn.compiler.runtime.execution import Executable, Executables
 from insum_nn.dtypes import FLOATS
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.cuts import CHAIN, RGCN, STATEMENTS, cut_at_random, doubled, drawn, out_shape
@@ -144,20 +145,23 @@ def test_gradients_that_add_up(monkeypatch: pytest.MonkeyPatch):
 def statements_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The statements of sequences, as they run."""
     ran: list[str] = []
-    stages = statement_sequence.StatementSequence.stages
+    stages = execution.stages
 
-    def counted(self: StatementSequence, *call: Any) -> Iterator[statement_sequence.Stage]:
-        for stage in stages(self, *call):
+    def counted(*call: Any) -> Iterator[tuple[statement_cuts.Part, Executable, list[Tensor], Run]]:
+        for part, program, tensors, plain in stages(*call):
 
             def run(
-                operands: Sequence[Tensor], initial: Tensor | None, stage: statement_sequence.Stage = stage
+                operands: Sequence[Tensor],
+                initial: Tensor | None,
+                part: statement_cuts.Part = part,
+                plain: Run = plain,
             ) -> Tensor:
-                ran.append(str(stage.part.bound.statement))
-                return stage.run(operands, initial)
+                ran.append(str(part.bound.statement))
+                return plain(operands, initial)
 
-            yield stage._replace(run=run)
+            yield part, program, tensors, run
 
-    monkeypatch.setattr(StatementSequence, "stages", counted)
+    monkeypatch.setattr(execution, "stages", counted)
     insum_nn.clear_cache()
     return ran
 
@@ -277,7 +281,7 @@ def sequence(
     in_order: str = "",
     dtype: torch.dtype = torch.float32,
     **shapes: object,
-) -> StatementSequence | None:
+) -> tuple[statement_cuts.Part, ...]:
     """What is decided of a statement at some shapes; index tensors are zeros, or as given."""
     parsed = parse(statement)
     tensors: dict[str, Tensor] = {}
@@ -291,14 +295,14 @@ def sequence(
     program = insum_nn.compile(statement)
     ordered = [tensors[name] for name in bound.layout.tensors]
     extents: Extents = program._extents(ordered, None, None, shapes["out"])  # type: ignore[arg-type]
-    return _sequences(bound, options).of(ordered, extents)
+    return _sequences(bound, options).parts(ordered, extents, int)
 
 
-_sequences = lru_cache(Sequences)
+_sequences = lru_cache(Executables)
 
 
-def texts(found: StatementSequence | None) -> list[str]:
-    return [] if found is None else [str(part.bound.statement) for part in found.parts]
+def texts(found: Sequence[statement_cuts.Part]) -> list[str]:
+    return [str(part.bound.statement) for part in found]
 
 
 def chain_of(k: int, n: int, entries: int, rows: int, options: Options = DEFAULT) -> list[str]:
@@ -370,8 +374,8 @@ def test_a_kernel_that_skips_missing_entries_is_not_cut():
 
 def test_a_product_for_each_row_of_terms_is_one_of_matrices(monkeypatch: pytest.MonkeyPatch):
     """Terms of a row are multiplied by the matrix unit; to spread them over all cells would be more."""
-    machine = statement_sequence.machine_of
-    monkeypatch.setattr(statement_sequence, "machine_of", lambda _, width, **about: machine("gpu", width, **about))
+    machine = statement_cuts.machine_of
+    monkeypatch.setattr(statement_cuts, "machine_of", lambda _, width, **about: machine("gpu", width, **about))
     statement = "dW[d,Off[p],c] += dOut[OutIdx[p],d] * In[InIdx[p],c]"
     pairs = dict.fromkeys(("Off", "OutIdx", "InIdx"), (45_000,))
     shapes = {**pairs, "dOut": (3_500, 256), "In": (3_500, 256), "out": (256, 27, 256)}
@@ -417,10 +421,10 @@ def test_many_blocks_on_a_gpu_are_multiplied_as_a_dense_matrix(
     kind: str, side: int, half: float, single: float, monkeypatch: pytest.MonkeyPatch
 ):
     """From the shares on that were measured on an H200, and only where a library may multiply."""
-    machine = statement_sequence.machine_of
-    monkeypatch.setattr(statement_sequence, "machine_of", lambda _, width, **about: machine("gpu", width, **about))
+    machine = statement_cuts.machine_of
+    monkeypatch.setattr(statement_cuts, "machine_of", lambda _, width, **about: machine("gpu", width, **about))
     monkeypatch.setattr(
-        statement_sequence,
+        statement_cuts,
         "choose_backend",
         lambda bound, _: ("eager" if is_matrix_product(bound.statement) else "triton", ""),
     )
@@ -447,13 +451,13 @@ def test_what_is_never_cut():
 def test_one_decision_for_all_sizes_nearby(monkeypatch: pytest.MonkeyPatch):
     insum_nn.clear_cache()
     decided: list[object] = []
-    best = statement_sequence._Search.best
+    best = statement_cuts._best
 
-    def counted(self: statement_sequence._Search, *about: object):
+    def counted(*about: Any, **more: Any) -> Any:
         decided.append(about)
-        return best(self, *about)  # type: ignore[arg-type]
+        return best(*about, **more)
 
-    monkeypatch.setattr(statement_sequence._Search, "best", counted)
+    monkeypatch.setattr(statement_cuts, "_best", counted)
     first = chain_of(60, 60, 90_000, 9_000)
     made = len(decided)
     assert made

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn.compiler.ir.schedule import Schedule
-from insum_nn.compiler.runtime.composite.fused_kernels import One
+from insum_nn.compiler.runtime.fused_kernels import One
 from insum_nn.compiler.schedule.form import FormError
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.fused_cases import (

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.ir.schedule import Schedule
-from insum_nn.compiler.runtime.steps import tuning
-from insum_nn.compiler.runtime.steps.tuning import TuneReport
+from insum_nn.compiler.runtime import tuning
+from insum_nn.compiler.runtime.tuning import TuneReport
 from insum_nn.compiler.schedule import tune
 from insum_nn.compiler.tuning import database, session, timing
 from insum_nn.compiler.tuning.cache_folder import cache_folder

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from insum_nn.compiler.api import compile, statement_calls
-from insum_nn.compiler.runtime.steps.gradients_ahead import rehearsal
-from insum_nn.compiler.runtime.steps.watch import unwatched, watch
+from insum_nn.compiler.runtime.gradients_ahead import rehearsal
+from insum_nn.compiler.runtime.watch import watched
 
 TEXT = "y[Row[p]] += Val[p] * x[Col[p]]"
 INDEX = {"Row": torch.tensor([0, 1, 1]), "Col": torch.tensor([1, 1, 0])}
@@ -50,13 +50,12 @@ def test_lists_may_nest_and_leave_calls_out():
     def run() -> None:
         program(x=torch.ones(1))
         assert len(statement_calls(lambda: program(x=torch.ones(2)))) == 1
-        for left_out in (unwatched, rehearsal):
-            with left_out():
-                program(x=torch.ones(3))
+        with rehearsal():
+            program(x=torch.ones(3))
         program(x=torch.ones(4))
 
     assert [len(call.tensors["x"]) for call in statement_calls(run)] == [1, 4]
-    assert watch.calls is None
+    assert watched.get() is None
 
 
 def test_other_threads_are_not_watched_and_errors_end_it():
@@ -71,5 +70,5 @@ def test_other_threads_are_not_watched_and_errors_end_it():
 
     with pytest.raises(RuntimeError, match="afterwards"):
         statement_calls(run)
-    assert watch.calls is None
+    assert watched.get() is None
     assert [len(call.tensors["x"]) for call in statement_calls(lambda: program(x=torch.ones(3)))] == [3]

@@ -21,8 +21,8 @@ import insum_nn
 from insum_nn.compiler.kernels import ahead
 from insum_nn.compiler.kernels.ahead import UndecidedError
 from insum_nn.compiler.kernels.written import WrittenKernels
-from insum_nn.compiler.runtime.steps import whole_step
-from insum_nn.compiler.runtime.steps.whole_step import call_step
+from insum_nn.compiler.runtime import whole_step
+from insum_nn.compiler.runtime.whole_step import call_step
 from insum_nn.layers import GCNConv, spconv
 from tests.compiler.corpus.statements import DEVICE_TYPE
 from tests.compiler.test_background import Launched, launched

@@ -28,13 +28,13 @@ Values = tuple[Tensor, ...]
 def reached(monkeypatch: pytest.MonkeyPatch) -> set[Options]:
     """The options of the programs that were prepared to run."""
     found: set[Options] = set()
-    prepare = Executables.of
+    prepare = Executables.whole
 
     def recorded(self, extents):
         found.add(self.options)
         return prepare(self, extents)
 
-    monkeypatch.setattr(Executables, "of", recorded)
+    monkeypatch.setattr(Executables, "whole", recorded)
     # What was prepared before is not prepared again.
     insum_nn.clear_cache()
     return found

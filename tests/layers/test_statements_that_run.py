@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("e3nn")
 
 from insum_nn import layers
-from insum_nn.compiler.runtime import artifact, autograd, dispatch
-from insum_nn.compiler.runtime.composite import statement_choice
+from insum_nn.compiler.runtime import artifact, autograd, dispatch, statement_choice
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.layers.voxel import conv

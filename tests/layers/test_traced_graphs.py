@@ -23,7 +23,7 @@ from torch.utils import cpp_extension
 from torch.utils._sympy.numbers import int_oo
 
 import insum_nn
-from insum_nn.compiler.runtime.composite import statement_choice
+from insum_nn.compiler.runtime import statement_choice
 from insum_nn.layers import (
     BlockSparseLinear,
     GCNConv,

@@ -12,7 +12,7 @@ import torch
 
 from insum_nn.compiler.api import by_table, statement_calls
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.composite import statement_choice
+from insum_nn.compiler.runtime import statement_choice
 from insum_nn.errors import InsumDtypeError, InsumRangeError
 from insum_nn.layers.voxel.conv import SubMConv3d
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor

@@ -14,7 +14,7 @@ pytest.importorskip("e3nn")
 
 from insum_nn.compiler.api import statement_calls
 from insum_nn.compiler.kernels.c_program import CProgram
-from insum_nn.compiler.runtime.steps import needed_gradients
+from insum_nn.compiler.runtime import needed_gradients
 from insum_nn.errors import InsumError, InsumRangeError
 from insum_nn.ops.tensor_product import expressions, tensor_product
 from insum_nn.ops.tensor_product_roles import Together

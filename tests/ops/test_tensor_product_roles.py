@@ -19,7 +19,7 @@ pytest.importorskip("e3nn")
 
 import insum_nn
 from insum_nn.compiler.api import Options, Program
-from insum_nn.compiler.runtime.composite import statement_choice
+from insum_nn.compiler.runtime import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
@@ -279,7 +279,7 @@ def test_two_steps_only_while_memory_lasts(monkeypatch: pytest.MonkeyPatch):
 INTERPRETED = """
 import torch
 from insum_nn.compiler.api import Options, compile
-from insum_nn.compiler.runtime.composite import statement_choice
+from insum_nn.compiler.runtime import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product_roles import Role

@@ -12,8 +12,7 @@ from insum_nn.compiler.explain.report import Decision, Explanation, explain_prog
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.composite.statement_sequence import StatementSequence
-from insum_nn.compiler.runtime.execution import Executable, in_names_of
+from insum_nn.compiler.runtime.execution import Executable, in_names_of, stages
 
 __all__ = ["explain_call", "median_seconds"]
 
@@ -24,27 +23,23 @@ def explain_call(
     statement: Statement,
     options: Options,
     extents: Extents | None,
-    program: Executable | StatementSequence | None,
+    program: Executable | None,
     inputs: Inputs | None,
     seconds: float | None = None,
     **about: Any,
 ) -> Explanation:
     """Collect what there is to say of a call; the arguments are those of `explain_program`."""
-    if not isinstance(program, StatementSequence):
-        return explain_program(statement, options, extents, program, inputs, seconds, **about)
+    if program is None or program.run is not None:
+        whole = explain_program(statement, options, extents, program, inputs, seconds, **about)
+        order = (_order(program),) if program is not None and program.parts else ()
+        return replace(whole, _choices=(*order, *whole._choices))
     assert inputs is not None
-    if program.program is not None:
-        assert extents is not None
-        reason = f"{program.reason}, in one C function"
-        made = Executable(program.bound, extents, options, "c", reason, program.program, 0.0)
-        whole = explain_program(statement, options, extents, made, inputs, seconds, **about)
-        return replace(whole, _choices=(_order(program), *whole._choices))
     parts: list[Explanation] = []
-    for stage in program.stages(*inputs):
-        has_initial = stage.program.bound.has_initial
-        part = in_names_of(stage.program, replace(stage.part.bound, has_initial=has_initial))
-        bound, operands = part.bound, (stage.operands, inputs[1] if has_initial else None)
-        found = explain_program(bound.statement, options, stage.part.extents, part, operands, epilogue=bound.epilogue)
+    for stage, own, tensors, _ in stages(program, *inputs):
+        has_initial = own.bound.has_initial
+        part = in_names_of(own, replace(stage.bound, has_initial=has_initial))
+        bound, operands = part.bound, (tensors, inputs[1] if has_initial else None)
+        found = explain_program(bound.statement, options, stage.extents, part, operands, epilogue=bound.epilogue)
         parts.append(found)
     whole = explain_program(statement, options, extents, None, inputs, seconds, **about)
     backends = dict.fromkeys(str(part.backend) for part in parts)
@@ -67,12 +62,14 @@ def median_seconds(call: Callable[[], object]) -> float:
     return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)
 
 
-def _order(program: StatementSequence) -> Decision:
+def _order(program: Executable) -> Decision:
     order = ", then ".join(str(part.bound.statement) for part in program.parts)
-    return Decision("order", order, f"{program.cost}, where the whole takes {program.whole}")
+    assert program.costs is not None
+    cost, whole = program.costs
+    return Decision("order", order, f"{cost}, where the whole takes {whole}")
 
 
-def _choices(program: StatementSequence, parts: Sequence[Explanation]) -> Iterator[Decision]:
+def _choices(program: Executable, parts: Sequence[Explanation]) -> Iterator[Decision]:
     """Return the order with its counts, what is cleared for it, and the choices of each statement."""
     yield _order(program)
     for part in program.parts:

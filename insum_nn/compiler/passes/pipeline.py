@@ -5,7 +5,7 @@ return is verified before it is printed; where `verifies` is set, as in tests, w
 
 What else stands in `passes/` is called elsewhere. `tile` is made of `sum_terms`, `extrema`, `lane_sums` and
 `unify_variants`. `cut_products` and `split_static_tables` change statements before they become algorithms: see
-`runtime/composite/statement_sequence.py`. By `fuse_outputs`, `schedule/additional.py` joins the algorithms of several
+`runtime/statement_cuts.py`. By `fuse_outputs`, `schedule/additional.py` joins the algorithms of several
 outputs to one that `place` takes; by `gather_writes`, `schedule/form.py` makes those that cells or rows own.
 """
 

@@ -23,7 +23,7 @@ of entries, and by sizes as far as code differs in them. Nothing else of a call 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -32,29 +32,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.ir.canonical import canonical, canonical_tables, messages_name
-from insum_nn.compiler.kernels.c_program import (
-    CProgram,
-    Part,
-    compiled_extents,
-    known_in_c,
-    limits_of_extents,
-)
+from insum_nn.compiler.ir.canonical import messages_name
+from insum_nn.compiler.kernels.c_program import CProgram, Part, limits_of_extents
 from insum_nn.compiler.kernels.c_structures import entries_of
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.sized import WIDE
-from insum_nn.compiler.lang.bind import Bound, Extents, bind
+from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.declared_facts import verified
 from insum_nn.compiler.lang.index_checks import completed, lowest_entry, writes_sums
 from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import Attempt, Run, Sizes, function_of_lines
 from insum_nn.compiler.lang.shapes import agreement_lines
 from insum_nn.compiler.runtime.arguments import kinds_of
-from insum_nn.compiler.runtime.backends import choose_backend
-from insum_nn.compiler.runtime.composite.fused_kernels import FusedKernels, One
-from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence, c_program
-from insum_nn.compiler.runtime.execution import Executable, forgets_programs, generation
-from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
+from insum_nn.compiler.runtime.execution import Executable, Executables, c_program, forgets_programs, generation
+from insum_nn.compiler.runtime.fixed_extents import limits_of_fixed
+from insum_nn.compiler.runtime.fused_kernels import Fused, One, choose
+from insum_nn.compiler.schedule.form import FormError
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 from insum_nn.tensor_cache import insert, kept, kept_of
@@ -65,6 +58,8 @@ if TYPE_CHECKING:
 __all__ = ["Artifact", "Call", "Facts", "Step", "programs_of"]
 
 Facts = Mapping[str, IndexFacts]
+# A statement on the tensors of a call: what runs it at any sizes, its tensors, its sizes.
+Called = tuple[Executables, list[Tensor], Extents]
 Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
 # Kinds of calls that are kept, and sizes of those that library calls run.
 _LIMIT = 64
@@ -72,16 +67,20 @@ _LIMIT = 64
 _FAR, _MANY = 1 << 40, 1 << 31
 
 
-def programs_of(spec: Spec, named: Mapping[str, Tensor], initial: Tensor | None, facts: Facts) -> Sequences:
+def programs_of(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, facts: Facts) -> Executables:
     """Bind a statement to tensors; sizes change at each call of many, and what a program depends on does not."""
-    key = (generation(), *kinds_of(named.values(), initial), *facts.values())
+    key = (generation(), *kinds_of(tensors, initial), *facts.values())
     found = spec.programs.get(key)
     if found is None:
-        drops, epilogue = spec.drop_outside, spec.epilogue
-        bound = bind(spec.statement, named, initial, facts=facts, drop_outside=drops, epilogue=epilogue)
-        found = Sequences(bound, spec.options, spec.static)
+        found = _bound(spec, tensors, initial, facts)
         insert(spec.programs, key, found, _LIMIT)
     return found
+
+
+def _bound(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, facts: Facts) -> Executables:
+    named, drops = dict(zip(spec.layout.tensors, tensors, strict=True)), spec.drop_outside
+    bound = bind(spec.statement, named, initial, facts=facts, drop_outside=drops, epilogue=spec.epilogue)
+    return Executables(bound, spec.options, spec.static)
 
 
 class Step(NamedTuple):
@@ -133,24 +132,24 @@ class Artifact:
         deterministic: bool = False,
         fixed: Collection[int] = (),
     ) -> None:
-        self.fixed, self.steps = frozenset(fixed), steps
-        specs = [step.spec for step in steps]
+        self.fixed, self.steps, self.deterministic = frozenset(fixed), steps, deterministic
         self.bodies: dict[object, Attempt] = {}
+        self.reason = ""
+        specs = [step.spec for step in steps]
+        self._kernels: dict[Hashable, Fused] = {}
         # In place of what statements write, for those that read it.
         self._written: dict[int, Tensor] = {}
-        self._tables = [canonical_tables(spec.statement, spec.static) for spec in specs]
-        bounds: list[Bound] = []
-        for number, step in enumerate(steps):
-            bounds.append(bound := self._bound(number, pool, None, {}))
-            rank = len(step.spec.layout.output_plain)
-            self._written[step.output] = torch.empty((1,) * rank, dtype=bound.out_dtype, device=pool[0].device)
-        self._sequences = [Sequences(b, s.options, s.static) for b, s in zip(bounds, specs, strict=True)]
-        backends = [choose_backend(b, s.options, tables=bool(s.static))[0] for b, s in zip(bounds, specs, strict=True)]
-        self.generated = {*backends} == {"triton"}
-        self._fused = FusedKernels(specs[0].options, deterministic=deterministic)
+        # Of entries nothing is known yet.
+        self.programs: list[Executables] = []
+        for spec, places, output, _, _ in steps:
+            self.programs.append(own := _bound(spec, [self._read(pool, at) for at in places], None, {}))
+            rank = len(spec.layout.output_plain)
+            self._written[output] = torch.empty((1,) * rank, dtype=own.bound.out_dtype, device=pool[0].device)
+        backends = {own.backend for own in self.programs}
+        self.generated = backends == {"triton"}
         # C functions add to sums of half types what an earlier statement has rounded.
-        rounded = any(is_widened(each.dtype) for each in bounds) and len({step.output for step in steps}) < len(steps)
-        jointly = self.generated or ({*backends} == {"c"} and not rounded)
+        rounded = any(is_widened(own.bound.dtype) for own in self.programs) and len(self._written) < len(steps)
+        jointly = self.generated or (backends == {"c"} and not rounded)
         self.run: Attempt = _nothing_printed
         self.call: Call = _nothing_printed
         lines = _Lines(self, pool).printed() if len(steps) == 1 or jointly else None
@@ -166,30 +165,18 @@ class Artifact:
                 self.call = function_of_lines(text, {**lines.names, **read}, what)
             forgets_programs(self)
 
-    @property
-    def reason(self) -> str:
-        return self._fused.reason
-
     def clear(self) -> None:
         """Forget what runs each kind of call."""
         self.bodies.clear()
-        self._fused.clear()
+        self._kernels.clear()
 
     @property
     def cuttable(self) -> bool:
         """Whether it depends on sizes if a statement runs as several."""
-        return any(sequences.cuttable for sequences in self._sequences)
+        return any(own.cuttable for own in self.programs)
 
     def _read(self, pool: Sequence[Tensor], place: int) -> Tensor:
         return pool[place] if place >= 0 else self._written[-1 - place]
-
-    def _bound(self, number: int, pool: Sequence[Tensor], initial: Tensor | None, facts: Facts) -> Bound:
-        """One of the statements, bound to the tensors of a call."""
-        spec, places = self.steps[number][:2]
-        named = {n: self._read(pool, at) for n, at in zip(spec.layout.tensors, places, strict=True)}
-        own = initial if number == 0 else None
-        drops, epilogue = spec.drop_outside, spec.epilogue
-        return bind(spec.statement, named, own, facts=facts, drop_outside=drops, epilogue=epilogue)
 
     def _facts(self, number: int, known: Mapping[int, IndexFacts]) -> dict[str, IndexFacts]:
         """What holds of the index tensors of a statement."""
@@ -213,34 +200,32 @@ class Artifact:
         known: Mapping[int, IndexFacts],
     ) -> tuple[Tensor, ...] | None:
         """Decide what runs a kind of call that was not met before."""
-        begun = generation()
-        if len(self.steps) == 1:
-            body = self._alone(key, pool, Extents(extents[0], shapes[0]), initial, known)
+        begun, called = generation(), list[Called]()
+        first = None if initial is None else initial.expand(shapes[0])
+        for number, (spec, places, output, _, _) in enumerate(self.steps):
+            shape = shapes[output]
+            read = [pool[at] if at >= 0 else self._written[-1 - at].expand(shapes[-1 - at]) for at in places]
+            programs = programs_of(spec, read, None if number else first, self._facts(number, known))
+            called.append((programs, read, Extents(extents[number], shape)))
+        if len(called) == 1:
+            body = self._alone(key, *called[0], initial)
         elif self.generated:
-            ones = partial(self._ones, pool, extents, shapes, known)
-            body = self._fused.run(ones, pool) or _nothing_printed
+            body = self._by_one_kernel(called, pool)
         else:
-            body = self._jointly(key, pool, extents, shapes, initial, known)
+            body = self._by_one_function(key, called, pool, extents)
         # What was cleared in the meantime stays so; while a CUDA graph is captured, nothing is decided for other calls.
         if begun == generation() and not (pool[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             insert(self.bodies, key, body, _LIMIT)
         return body(pool, extents, shapes, initial)
 
     def _alone(
-        self,
-        key: object,
-        pool: Sequence[Tensor],
-        extents: Extents,
-        initial: Tensor | None,
-        known: Mapping[int, IndexFacts],
+        self, key: object, programs: Executables, pool: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Attempt:
         """What runs a kind of call of one statement."""
-        spec = self.steps[0].spec
-        initial = None if initial is None else initial.expand(extents.output)
-        programs = programs_of(spec, dict(zip(spec.layout.tensors, pool, strict=True)), initial, self._facts(0, known))
-        with messages_name(spec.statement):
-            found = programs.program(pool, extents)
-            if self.generated and isinstance(found, Executable) and isinstance(found.run, Generated):
+        statement = self.steps[0].spec.statement
+        with messages_name(statement):
+            found = programs.of(pool, extents)
+            if self.generated and isinstance(found.run, Generated):
                 return found.run.at(pool, extents, initial)
         first, runs = _key_of(pool, extents), dict[object, Run]()
 
@@ -253,101 +238,78 @@ class Artifact:
             own = _key_of(pool, sizes)
             prepared = runs.get(own)
             if prepared is None:
-                with messages_name(spec.statement):
-                    chosen = found if own == first else programs.program(pool, sizes)
+                with messages_name(statement):
+                    chosen = found if own == first else programs.of(pool, sizes)
                     prepared = chosen.prepare(pool, sizes, initial)
                 insert(runs, own, prepared, _LIMIT)
             return (prepared(pool, initial),)
 
-        program = found.program if isinstance(found, StatementSequence) else found.run
         # What is chosen may be another backend than before programs were forgotten.
-        if self.generated or not isinstance(program, CProgram):
+        if self.generated or not isinstance(found.run, CProgram):
             return sized
+        return self._compiled(key, found.run, sized)
 
-        def run(
-            pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
-        ) -> tuple[Tensor, ...]:
-            if not program.compiled:
-                return sized(pool, extents, shapes, initial)
-            self.bodies[key] = program.body
-            return program.body(pool, extents, shapes, initial)
-
-        return run
-
-    def _ones(
-        self,
-        pool: Sequence[Tensor],
-        extents: Sequence[Sizes],
-        shapes: Sequence[Sizes],
-        known: Mapping[int, IndexFacts],
-    ) -> list[One]:
-        """The statements of one kernel on the tensors of a call.
-
-        Raises:
-            FormError: some statement has no kernel of its own.
-        """
-        found: list[One] = []
-        for number, (spec, places, output, _, _) in enumerate(self.steps):
-            tensors, sizes = [pool[at] for at in places], Extents(extents[number], shapes[output])
-            named = dict(zip(spec.layout.tensors, tensors, strict=True))
-            programs = programs_of(spec, named, None, self._facts(number, known))
-            found.append(One.of(output, programs.bound, programs.program(tensors, sizes), places, pool, sizes))
-        return found
-
-    def _jointly(
-        self,
-        key: object,
-        pool: Sequence[Tensor],
-        extents: Sequence[Sizes],
-        shapes: Sequence[Sizes],
-        initial: Tensor | None,
-        known: Mapping[int, IndexFacts],
-    ) -> Attempt:
-        """What runs a kind of call of several statements, once their C function is compiled, and nothing before."""
-        parts: list[Part] = []
-        firsts: dict[object, int] = {}
-        count = len(shapes)
-        for number, (spec, places, output, _, _) in enumerate(self.steps):
-            facts = {name: known_in_c(each.masked, each) for name, each in self._facts(number, known).items()}
-            bound = self._bound(number, pool, initial, facts)
-            if choose_backend(bound, spec.options, tables=bool(spec.static))[0] != "c":
-                return _nothing_printed
-            sizes = Extents(extents[number], shapes[output])
-            sequences = Sequences(bound, spec.options, spec.static) if spec.static else self._sequences[number]
-            read = [pool[at] if at >= 0 else self._written[-1 - at].expand(shapes[-1 - at]) for at in places]
-            sequence = sequences.of(read, sizes)
-            if sequence is not None:
-                found = sequence.in_c(number, places, output, count)
-                if found is None:
-                    return _nothing_printed
-                first, second = found
-                # What several statements make of their tensors first is made once.
-                made = firsts.setdefault((first.bound, first.tables, first.places), count)
-                moved = tuple([-1 - made if at == -1 - count else at for at in second.places])
-                if made == count:
-                    parts.append(first)
-                    count += 1
-                parts.append(replace(second, places=moved))
-                continue
-            own = canonical(bound)
-            static = compiled_extents(own, self._tables[number], sizes.indices)
-            named = tuple([(number, at) for at in range(len(sizes.indices))])
-            parts.append(Part(replace(own, static=static), self._tables[number], places, output, named))
-        program = c_program(generation(), tuple(parts), tuple([len(each) for each in extents]), len(pool))
-        if program is None:
-            return _nothing_printed
-        options = self.steps[0].spec.options
-        wait = options.deterministic or options.backend == "c"
+    def _compiled(self, key: object, program: CProgram, until: Attempt) -> Attempt:
+        """What runs a kind of call by a C function, and by something else until that is compiled."""
 
         def run(
             pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
         ) -> tuple[Tensor, ...] | None:
-            if not program.compiled and not program.called(extents, wait=wait):
-                return None
+            if not program.compiled:
+                return until(pool, extents, shapes, initial)
             self.bodies[key] = program.body
             return program.body(pool, extents, shapes, initial)
 
         return run
+
+    def _by_one_kernel(self, called: Sequence[Called], pool: Sequence[Tensor]) -> Attempt:
+        """What runs a kind of call of several statements by one kernel, where there is one, and it is faster."""
+        try:
+            ones = [
+                One.of(output, programs.bound, programs.of(read, sizes), places, read, sizes)
+                for (programs, read, sizes), (_, places, output, _, _) in zip(called, self.steps, strict=True)
+            ]
+            options = self.steps[0].spec.options
+            fused, self.reason = choose(ones, pool, options, self._kernels, deterministic=self.deterministic)
+            return _nothing_printed if fused is None else fused.run(ones, pool)
+        except FormError as error:
+            self.reason = f"one by one: {error}"
+            return _nothing_printed
+
+    def _by_one_function(
+        self, key: object, called: Sequence[Called], pool: Sequence[Tensor], extents: Sequence[Sizes]
+    ) -> Attempt:
+        """What runs a kind of call of several statements, once their C function is compiled, and nothing before."""
+        parts: list[Part] = []
+        firsts: dict[object, int] = {}
+        count = len(self._written)
+        for number, ((programs, read, sizes), step) in enumerate(zip(called, self.steps, strict=True)):
+            found = programs.in_c(read, sizes, number, step.places, step.output, count)
+            if found is None:
+                return _nothing_printed
+            *before, last = found
+            for first in before:
+                # What several statements make of their tensors first is made once.
+                made = firsts.setdefault((first.bound, first.tables, first.places), count)
+                last = replace(last, places=tuple([-1 - made if at == -1 - count else at for at in last.places]))
+                if made == count:
+                    parts.append(first)
+                    count += 1
+            parts.append(last)
+        options = self.steps[0].spec.options
+        indices = tuple([len(each) for each in extents])
+        made = c_program(
+            tuple(parts), indices, len(pool), options, called[0][2], "several statements in one C function"
+        )
+        if not isinstance(made, Executable):
+            return _nothing_printed
+        program, wait = made.run, options.deterministic or options.backend == "c"
+        assert isinstance(program, CProgram)
+
+        def until(pool: Sequence[Tensor], extents: Sequence[Sizes], *rest: Any) -> tuple[Tensor, ...] | None:
+            return program.body(pool, extents, *rest) if program.called(extents, wait=wait) else None
+
+        return self._compiled(key, program, until)
 
 
 def _key_of(pool: Sequence[Tensor], sizes: Extents) -> object:
@@ -490,7 +452,7 @@ class _Lines:
         rank = len(spec.layout.output_plain)
         if not spec.statement.combining.takes_initial:
             return [*wrong, "initial is not None"]
-        self.names["dtype"] = self.artifact._bound(0, self.pool, None, {}).dtype
+        self.names["dtype"] = self.artifact.programs[0].bound.dtype
         fits = f"initial.dtype is dtype and initial.get_device() == t{first}.get_device()"
         fits += f" and initial.shape == shapes[0][{rank} - initial.ndim:]" if rank else " and not initial.ndim"
         return [*wrong, f"not (initial is None or ({fits}))"]
@@ -545,17 +507,16 @@ class _Lines:
 
     def limits(self, number: int, extents: Sequence[str]) -> list[str]:
         """The sizes of a statement as far as code differs in them."""
-        spec, _, output = self.artifact.steps[number][:3]
-        bound = canonical(self.artifact._bound(number, self.pool, None, {}))
-        tables = frozenset(name for name, _ in self.artifact._tables[number])
+        (spec, _, output), own = self.artifact.steps[number][:3], self.artifact.programs[number]
+        tables = frozenset(name for name, _ in own.tables)
         if not self.artifact.generated:
-            found = zip(extents, [most for _, most in limits_of_extents(bound, tables)], strict=True)
+            found = zip(extents, [most for _, most in limits_of_extents(own.own, tables)], strict=True)
             return [f"{e} if {e} <= {most} else -1" if most < math.inf else e for e, most in found if most > 0]
-        fixed = FixedExtents(bound, spec.options, tables)
-        key = [_magnitude(extent, most) for extent, most in zip(extents, fixed.most, strict=True)]
+        limits = limits_of_fixed(own.own, spec.options, tables)
+        key = [_magnitude(e, math.inf if always else most) for e, (always, most) in zip(extents, limits, strict=True)]
         hidden = zip(self.shapes()[output], spec.layout.output_places, strict=True)
         key += [_magnitude(extent, -1) for extent, place in hidden if place is None]
-        if bound.dtype == torch.float32:
+        if own.own.dtype == torch.float32:
             self.names["precision"] = torch._C._get_float32_matmul_precision
             key.append("precision()")
         return key

@@ -27,11 +27,11 @@ from insum_nn.compiler.runtime.batched_gradients import (
     for_each_tangent,
 )
 from insum_nn.compiler.runtime.dispatch import Spec, run_plain, run_spec, value_dtype
+from insum_nn.compiler.runtime.inline import inline, inlines
 from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed
+from insum_nn.compiler.runtime.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.recorded import Recorded, record
 from insum_nn.compiler.runtime.statement_graph import RunStatement
-from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
-from insum_nn.compiler.runtime.tracing.inline import inline, inlines
 from insum_nn.facts import IndexFacts
 
 __all__ = ["apply", "apply_recorded", "batched"]

@@ -41,17 +41,11 @@ def each_vector(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) 
 def for_each_tangent(jvp: Forward) -> Forward:
     """Run a function's forward-mode pass once for each tangent of a batch, and stack the results."""
 
-    def alone(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor]:
-        return (jvp(ctx, *tangents),)
-
     @wraps(jvp)
     def run(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        for tangent in tangents:
-            if tangent is not None and is_legacy_batchedtensor(tangent):
-                (made,) = _one_by_one(alone, ctx, tangents)
-                assert made is not None
-                return made
-        return jvp(ctx, *tangents)
+        (made,) = each_vector(lambda ctx, *each: (jvp(ctx, *each),), ctx, tangents)
+        assert made is not None
+        return made
 
     return run
 

@@ -29,8 +29,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import check_static, kinds_of, stand_in
 from insum_nn.compiler.runtime.artifact import Artifact, Facts, Step, programs_of
-from insum_nn.compiler.runtime.composite.statement_sequence import Sequences, StatementSequence
-from insum_nn.compiler.runtime.execution import Executable
+from insum_nn.compiler.runtime.execution import Executable, Executables
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
 from insum_nn.dtypes import not_dense
 from insum_nn.facts import IndexFacts, StaticTable
@@ -74,7 +73,7 @@ class Spec:
     static: tuple[tuple[str, StaticTable], ...] = ()
     epilogue: Epilogue = PLAIN
     origin: Origin = "builder"
-    programs: dict[Key, Sequences] = field(default_factory=dict, init=False, repr=False, compare=False)
+    programs: dict[Key, Executables] = field(default_factory=dict, init=False, repr=False, compare=False)
     calls: dict[CallKind, Artifact] = field(default_factory=dict, init=False, repr=False, compare=False)
     gradients: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
@@ -207,15 +206,15 @@ def _facts(values: dict[str, Any]) -> IndexFacts:
 
 def prepare(
     spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents
-) -> tuple[Bound, Executable | StatementSequence]:
+) -> tuple[Bound, Executable]:
     """Check a call and find its program, or those of the statements that it is cut into."""
-    named = dict(zip(spec.layout.tensors, tensors, strict=True))
     check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
     facts = _checked_facts(spec, tensors, extents)
     if spec.static:
+        named = dict(zip(spec.layout.tensors, tensors, strict=True))
         check_static(spec.statement.text, spec.static, named, validate=spec.options.validate)
-    programs = programs_of(spec, named, initial, facts)
-    return programs.bound, programs.program(tensors, extents)
+    programs = programs_of(spec, tensors, initial, facts)
+    return programs.bound, programs.of(tensors, extents)
 
 
 def _checked_facts(spec: Spec, tensors: Sequence[Tensor], extents: Extents) -> Facts:

@@ -1,13 +1,15 @@
-"""Programs made callable, and their cache."""
+"""What runs a statement, made callable, and its cache."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,42 +18,60 @@ from torch import Tensor
 from insum_nn.compiler.codegen.c import NotInC
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.ir.canonical import canonical, canonical_tables, named_as
-from insum_nn.compiler.kernels.c_program import CProgram, Part, compiled_extents, known_in_c
+from insum_nn.compiler.kernels.ahead import collecting
+from insum_nn.compiler.kernels.c_program import NOWHERE, CProgram, compiled_extents, known_in_c, limits_of_extents
+from insum_nn.compiler.kernels.c_program import Part as CPart
 from insum_nn.compiler.kernels.c_structures import clear_orders
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.printed import Run
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.backends import (
-    choose_backend,
-    require_compiler,
-    require_triton,
+from insum_nn.compiler.passes.cut_products import cuts_of
+from insum_nn.compiler.runtime.backends import choose_backend, require_compiler, require_triton
+from insum_nn.compiler.runtime.fixed_extents import fixed_extents
+from insum_nn.compiler.runtime.library_calls import integers_of, library_calls_of, without_unused_facts
+from insum_nn.compiler.runtime.read_cells import UnreadCells
+from insum_nn.compiler.runtime.statement_cuts import (
+    WHOLE,
+    Part,
+    Tree,
+    decide,
+    decide_by_tables,
+    holds,
+    parts_of,
+    sizes_of,
+    total,
 )
-from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
-from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.schedule.form import FormError
+from insum_nn.compiler.schedule.product_cost import Cost, Sizes
 from insum_nn.compiler.tuning.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import Tables
-from insum_nn.locks import new_lock
+from insum_nn.locks import cached_property, new_lock
+from insum_nn.tensor_cache import insert
 
 __all__ = [
     "CACHE_LIMIT",
     "CacheInfo",
     "Executable",
     "Executables",
+    "c_program",
     "cache_info",
     "clear_cache",
-    "executables_of",
     "forgets_programs",
     "from_graph",
     "generation",
     "in_names_of",
+    "run_parts",
+    "sharing",
+    "stages",
 ]
 
 # Programs kept; the least recently used one leaves first.
 CACHE_LIMIT = 512
+# Decisions on cuts kept for a statement.
+_LIMIT = 1024
 
 
 @dataclass(slots=True)
@@ -59,13 +79,15 @@ class Executable:
     """A compiled statement, and how it came about; in canonical names, as statements that differ in names share it.
 
     Attributes:
-        bound: the statement, with the extents that are compiled in.
+        bound: the statement, with the extents that are compiled in; in its own names where it is cut.
         extents: the sizes of the call for which it was planned.
-        backend: `"c"`, `"eager"` or `"triton"`.
+        backend: `"c"`, `"eager"` or `"triton"`; "" where it runs as several that have their own.
         reason: why this back end.
-        run: what computes it.
+        run: what computes it; `None`: its parts do, one after the other.
         compile_seconds: time of planning and lowering.
         library: the library calls; `None` for generated kernels.
+        parts: the statements that it is cut into.
+        costs: what they cost, and what the whole would.
     """
 
     bound: Bound
@@ -73,40 +95,42 @@ class Executable:
     options: Options
     backend: str
     reason: str
-    run: Callable[..., Tensor] | Generated | CProgram
-    compile_seconds: float
+    run: Callable[..., Tensor] | Generated | CProgram | None
+    compile_seconds: float = 0.0
     library: CallGraph | None = None
+    parts: tuple[Part, ...] = ()
+    costs: tuple[Cost, Cost] | None = None
 
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
-        if isinstance(self.run, Generated):
-            return self.run.prepare(tensors, extents, initial)
-        if isinstance(self.run, CProgram):
-            options = self.options
+        run, options = self.run, self.options
+        if isinstance(run, Generated):
+            return run.prepare(tensors, extents, initial)
+        if isinstance(run, CProgram):
 
             def library() -> Run:
+                if self.parts:
+                    return _one_by_one(self, tensors, initial)
                 other = from_graph(replace(self.bound, static=()), extents, options, self.reason)
-                # Of the tensors nothing is kept: the next call may come late, or never.
                 return other.prepare((), extents, None)
 
-            return self.run.serving(extents, library, wait=options.deterministic or options.backend == "c")
-        run, arguments = self.run, integers_of(self.bound, extents)
-        epilogue, dtype = self.bound.epilogue or None, self.bound.dtype
+            # Of the tensors of a whole statement nothing is kept: the next call may come late, or never.
+            tensors = tensors if self.parts else ()
+            return run.serving(extents, library, wait=options.deterministic or options.backend == "c")
+        if run is None:
+            return _one_by_one(self, tensors, initial)
+        integers, epilogue, dtype = integers_of(self.bound, extents), self.bound.epilogue or None, self.bound.dtype
 
         def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            made = run(*tensors, *arguments) if initial is None else run(*tensors, *arguments, initial)
+            made = run(*tensors, *integers) if initial is None else run(*tensors, *integers, initial)
             return made if epilogue is None else epilogue(made, dtype)
 
         return call
 
 
-@lru_cache(maxsize=1024)
-def executables_of(bound: Bound, options: Options, text: str) -> Executables:
-    """Those of a statement; of equal ones each has its own text, which errors show."""
-    return Executables(bound, options)
-
-
 _cache: OrderedDict[CacheKey, Executable] = OrderedDict()
+# Why there is no C function of some statements.
+_refused: dict[CacheKey, str] = {}
 # Held for look-ups alone; programs are built without it.
 _lock = new_lock()
 _building: BuildOnce[Executable] = BuildOnce()
@@ -157,6 +181,7 @@ def clear_cache() -> None:
     with _lock:
         _generation += 1
         _cache.clear()
+        _refused.clear()
         for keeper in tuple(_keepers):
             keeper.clear()
         _hits = _misses = 0
@@ -165,7 +190,7 @@ def clear_cache() -> None:
 
 
 class Executables:
-    """The programs of a bound statement at all sizes: what does not depend on them is found once.
+    """What runs a bound statement at any sizes: what does not depend on them is found once.
 
     Args:
         bound: the statement.
@@ -178,21 +203,131 @@ class Executables:
         self.own = canonical(bound)
         self.tables = canonical_tables(bound.statement, static)
         self.backend, self.reason = choose_backend(self.own, options, tables=bool(static))
-        names = frozenset(name for name, _ in self.tables)
-        self.fixed = FixedExtents(self.own, options, names)
         # With the facts that C functions are made for.
         self._known = replace(self.own, facts=tuple(known_in_c(each.masked, each) for each in self.own.facts))
-        self._keys: dict[object, CacheKey] = {}
-        self._refused: dict[object, str] = {}
+        # Decisions, for all sizes within a factor of the root of two.
+        self._trees: dict[object, Tree] = {}
 
-    def of(self, extents: Extents) -> Executable:
+    @cached_property
+    def cuttable(self) -> bool:
+        """Whether it may be cut at some sizes; static tables decide that alone."""
+        return not self.static and self.bound.dtype.is_floating_point and bool(cuts_of(self.bound))
+
+    def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable:
+        """Return what runs it at these sizes: its program, or those of the statements that it is cut into."""
+        tree, sizes = self._decided(tensors, extents)
+        if tree.cut is None:
+            return self.whole(extents)
+        options, parts = self.options, parts_of(self.bound, sizes, tree, self.static)
+        costs, reason = (total(parts, options), total((Part(self.bound, sizes, ""),), options)), f"runs as {len(parts)}"
+        own = self._in_c(tree, sizes, 0, range(len(tensors)), 0, 1)
+        found = own and c_program(own, (len(extents.indices),), len(tensors), options, extents, reason)
+        if isinstance(found, Executable):
+            reason = f"the statement {reason}, in one C function"
+            return replace(found, bound=self.bound, reason=reason, parts=parts, costs=costs)
+        if self.static and options.backend == "c":
+            # The whole statement says why it has none.
+            return self.whole(extents)
+        reason = f"the statement {reason}"
+        return Executable(self.bound, extents, options, "", reason, None, parts=parts, costs=costs)
+
+    def parts(self, tensors: Sequence[Tensor], extents: Extents, hint: Callable[[int], int]) -> tuple[Part, ...]:
+        """Return the statements that it is cut into, if it is; `hint` is the number by which to choose for a size."""
+        sizes = sizes_of(self.bound, tensors, extents)
+        indices = {name: hint(size) for name, size in sizes.indices.items()}
+        shapes = {name: tuple(map(hint, shape)) for name, shape in sizes.shapes.items()}
+        tree = self._tree(
+            replace(sizes, indices=indices, shapes=shapes, output=tuple(map(hint, extents.output))), tensors
+        )
+        return () if tree.cut is None else parts_of(self.bound, sizes, tree, self.static)
+
+    def in_c(
+        self, tensors: Sequence[Tensor], extents: Extents, number: int, places: Sequence[int], output: int, made: int
+    ) -> tuple[CPart, ...] | None:
+        """The statements for a C function at these sizes; `None`: it may have none, or is cut where sizes decide.
+
+        Args:
+            tensors: its tensors.
+            extents: its sizes.
+            number: of the statement among those of the function.
+            places: of its tensors among those of a call.
+            output: the number of what it writes.
+            made: the number of an intermediate tensor.
+        """
+        return self._in_c(*self._decided(tensors, extents), number, places, output, made)
+
+    def _in_c(
+        self, tree: Tree, sizes: Sizes, number: int, places: Sequence[int], output: int, made: int
+    ) -> tuple[CPart, ...] | None:
+        indices, cut = self.bound.layout.indices, tree.cut
+        position = {name: (number, at) for at, name in enumerate(indices)}
+        if cut is None:
+            own = self._part(tuple(map(sizes.indices.__getitem__, indices)), number, places, output)
+            return (own,) if self.backend == "c" else None
+        parts = parts_of(self.bound, sizes, tree, self.static)
+        every = [Executables(part.bound, self.options, part.static) for part in parts]
+        if not self.static or any(own.backend != "c" for own in every):
+            return None
+        place = dict(zip(self.bound.layout.tensors, places, strict=True)) | {cut.intermediate: -1 - made}
+        fixed = {n for n, most in limits_of_extents(self.bound, frozenset(n for n, _ in self.static)) if most > 0}
+        found: list[CPart] = []
+        for part, own in zip(parts, every, strict=True):
+            layout, shape = part.bound.layout, None
+            inner = dict(zip(own.own.layout.indices, layout.indices, strict=True))
+            static = compiled_extents(own.own, own.tables, part.extents.indices)
+            static = tuple(each for each in static if inner[each[0]] in fixed or inner[each[0]] in cut.fresh)
+            if part.writes:
+                axes = zip(cut.shape, part.sizes.output, strict=True)
+                shape = tuple([position[of] if isinstance(of, str) else extent for of, extent in axes])
+            where = tuple([place.get(name, NOWHERE) for name in layout.tensors])
+            extents = tuple([part.sizes.indices[n] if n in cut.fresh else position[n] for n in layout.indices])
+            bound, written = replace(own._known, static=static), output if shape is None else made
+            found.append(CPart(bound, own.tables, where, written, extents, shape))
+        return tuple(found)
+
+    def _part(self, extents: Sequence[int], number: int, places: Sequence[int], output: int) -> CPart:
+        static = compiled_extents(self.own, self.tables, tuple(extents))
+        own = tuple([(number, at) for at in range(len(extents))])
+        return CPart(replace(self._known, static=static), self.tables, tuple(places), output, own)
+
+    def _decided(self, tensors: Sequence[Tensor], extents: Extents) -> tuple[Tree, Sizes]:
+        sizes = sizes_of(self.bound, tensors, extents)
+        return self._tree(sizes, tensors), sizes
+
+    def _tree(self, sizes: Sizes, tensors: Sequence[Tensor]) -> Tree:
+        """What is decided at these sizes."""
+        if not (self.static or self.cuttable):
+            return WHOLE
+        every = [*sizes.indices.values(), *sizes.output, *chain.from_iterable(sizes.shapes.values())]
+        if 0 in every:
+            return WHOLE
+        if self.static:
+            return decide_by_tables(self.bound, self.options, self.static, sizes)
+        # Programs are forgotten together, so that a test or a user who clears the cache sees all of it made again.
+        bucket = (generation(), *[(size * size).bit_length() for size in every])
+        tree = self._trees.get(bucket)
+        if tree is None or not holds(tree, self.bound, sizes):
+            tree = decide(self.bound, self.options, sizes, tensors)
+            if tree is None:
+                return WHOLE
+            insert(self._trees, bucket, tree, _LIMIT)
+        return tree
+
+    def whole(self, extents: Extents) -> Executable:
         """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
         backend, reason, options = self.backend, self.reason, self.options
         if backend == "c":
             require_compiler(self.bound)
-            found = self._in_c(extents)
+            own = self._part(extents.indices, 0, range(len(self.bound.layout.tensors)), 0)
+            found = c_program((own,), (len(extents.indices),), len(own.places), options, extents, reason)
             if isinstance(found, Executable):
                 return found
+            if options.backend == "c":
+                raise InsumFormatError(
+                    f"no C function can be printed: {found}",
+                    expression=self.bound.statement.text,
+                    fix='choose Options(backend="auto").',
+                )
             backend, reason = "eager", f"library calls, as C has no {found}"
         if backend != "triton":
             return from_graph(self.own, extents, options, reason)
@@ -210,74 +345,57 @@ class Executables:
             backend, reason = "eager", f"library calls, as there is no generated kernel: {error}"
         return from_graph(self.own, extents, options, reason)
 
-    def _in_c(self, extents: Extents) -> Executable | str:
-        """The program of one C function, or why there is none.
-
-        Raises:
-            InsumFormatError: there is none, and it was asked for by name.
-        """
-        static = compiled_extents(self.own, self.tables, extents.indices)
-        why = self._refused.get(static)
-        if why is None:
-            key = self._keys.get(static)
-            if key is None:
-                key = self._keys[static] = shared_key(self._known, self.options, "c", static, self.tables)
-            begin, bound = time.perf_counter(), replace(self._known, static=static)
-
-            def build() -> Executable:
-                soon = self.options.backend == "c" or self.options.deterministic
-                places = tuple(range(len(bound.layout.tensors)))
-                program = CProgram([Part(bound, self.tables, places)], soon=soon)
-                program.find()
-                seconds = time.perf_counter() - begin
-                return Executable(bound, extents, self.options, "c", self.reason, program, seconds)
-
-            try:
-                return _cached(key, build)
-            except NotInC as error:
-                why = self._refused[static] = str(error)
-        if self.options.backend == "c":
-            raise InsumFormatError(
-                f"no C function can be printed: {why}",
-                expression=self.bound.statement.text,
-                fix='choose Options(backend="auto").',
-            )
-        return why
-
     def _generated(self, extents: Extents) -> Executable:
         """The program of generated kernels.
 
         Raises:
             FormError: the statement is not of the generator's kind.
         """
-        static, precision = self.fixed.of(extents), torch.get_float32_matmul_precision()
-        key = self._keys.get((static, precision))
-        if key is None:
-            bound = replace(self.own, static=static)
-            key = shared_key(bound, self.options, "triton", precision, self.tables)
-            if len(self._keys) >= CACHE_LIMIT:
-                self._keys.clear()
-            self._keys[static, precision] = key
+        precision, names = torch.get_float32_matmul_precision(), frozenset(name for name, _ in self.tables)
+        bound = replace(self.own, static=fixed_extents(self.own, self.options, names, extents))
 
         def build() -> Executable:
             begin = time.perf_counter()
-            bound = replace(self.own, static=static)
             sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
             generated = Generated(bound, sizes, extents.output, dict(self.tables), self.options)
             seconds = time.perf_counter() - begin
             return Executable(bound, extents, self.options, "triton", self.reason, generated, seconds)
 
-        return _cached(key, build)
+        return _cached(shared_key(bound, self.options, "triton", precision, self.tables), build)
+
+
+def c_program(
+    parts: tuple[CPart, ...], indices: tuple[int, ...], tensors: int, options: Options, extents: Extents, reason: str
+) -> Executable | str:
+    """The program of one C function of some statements, or why there is none.
+
+    Args:
+        parts: the statements.
+        indices: how many indices each statement of a call has.
+        tensors: how many tensors a call has.
+        options: compile options.
+        extents: the sizes of a call.
+        reason: why it is C.
+    """
+    begin, key = time.perf_counter(), shared_key(parts[0].bound, options, "c", parts, indices, tensors)
+
+    def build() -> Executable:
+        program = CProgram(parts, indices, tensors, soon=options.backend == "c" or options.deterministic)
+        program.find()
+        seconds = time.perf_counter() - begin
+        return Executable(parts[0].bound, extents, options, "c", reason, program, seconds)
+
+    try:
+        return _refused.get(key) or _cached(key, build)
+    except NotInC as error:
+        insert(_refused, key, str(error), CACHE_LIMIT)
+        return str(error)
 
 
 def from_graph(bound: Bound, extents: Extents, options: Options, reason: str) -> Executable:
     """The program of torch's library calls."""
-    return _cached(_library_key(bound, options), lambda: _build(without_unused_facts(bound), extents, options, reason))
-
-
-@lru_cache(maxsize=1024)
-def _library_key(bound: Bound, options: Options) -> CacheKey:
-    return CacheKey((without_unused_facts(bound), options, "eager"))
+    bound = without_unused_facts(bound)
+    return _cached(shared_key(bound, options, "eager"), lambda: _build(bound, extents, options, reason))
 
 
 def _find(key: CacheKey) -> Executable | None:
@@ -329,3 +447,113 @@ def _build(bound: Bound, extents: Extents, options: Options, reason: str) -> Exe
     library = library_calls_of(bound, extents, options, compiled=False)
     seconds = time.perf_counter() - begin
     return Executable(bound, extents, options, "eager", reason, library.forward, seconds, library)
+
+
+# Statements that run as several.
+
+
+def _one_by_one(program: Executable, tensors: Sequence[Tensor], initial: Tensor | None) -> Run:
+    """Return what runs the parts of a statement on tensors of these shapes, one after the other."""
+    names, validate = program.bound.layout.tensors, program.options.validate
+    tables = _tables_of(program)
+    runs = [(part, _shared(program, part, run)) for part, _, _, run in stages(program, tensors, initial)]
+
+    def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+        return run_parts(runs, {**dict(zip(names, tensors, strict=True)), **tables}, initial, validate=validate)
+
+    return run
+
+
+def _tables_of(program: Executable) -> dict[str, Tensor]:
+    """The tables that a cut made, for library calls."""
+    own, dtype = program.bound.layout.tensors, program.bound.dtype
+    return {n: table.tensor(dtype) for part in program.parts for n, table in part.static if n not in own}
+
+
+def stages(
+    program: Executable, tensors: Sequence[Tensor], initial: Tensor | None
+) -> Iterator[tuple[Part, Executable, list[Tensor], Run]]:
+    """The parts of a statement with their programs, tensors of the right shapes, and what runs them on such tensors."""
+    named = {**dict(zip(program.bound.layout.tensors, tensors, strict=True)), **_tables_of(program)}
+    for part in program.parts:
+        named |= {each.clear.name: named[each.clear.place.access.name] for each in part.clears}
+        operands = [named[name] for name in part.bound.layout.tensors]
+        start = None if part.writes or part.unwritten else initial
+        bound = replace(part.bound, has_initial=start is not None)
+        # What one C function is compiled for runs as library calls until then.
+        options = replace(program.options, backend="eager") if part.static else program.options
+        own = _executables_of(bound, options, bound.statement.text).whole(part.extents)
+        yield part, own, operands, own.prepare(operands, part.extents, start)
+        if part.writes:
+            named[part.writes] = tensors[0].new_empty(part.sizes.output, dtype=program.bound.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _executables_of(bound: Bound, options: Options, text: str) -> Executables:
+    """Those of a statement; of equal ones each has its own text, which errors show."""
+    return Executables(bound, options)
+
+
+# What the statements of a graph made first, for those that begin with the same; `None`: nothing is shared.
+sharing: ContextVar[dict[Hashable, tuple[Tensor, Sequence[Tensor]]] | None] = ContextVar("sharing", default=None)
+
+
+def _shared(program: Executable, part: Part, run: Run) -> Run:
+    """What runs a part; what another statement of the same graph has made of the same tensors is not made again."""
+    own = set(program.bound.layout.tensors)
+    if not part.writes or part.clears or part.unwritten or not own.issuperset(part.bound.layout.tensors):
+        return run
+    written, factors = part.bound.statement.output.subscripts, part.bound.statement.factors
+    key = tuple(map(str, written)), tuple(map(str, factors)), part.sizes.output, part.bound.drop_outside
+
+    def shared(operands: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+        made = sharing.get()
+        # What a rehearsal makes is zero.
+        if made is None or collecting() is not None:
+            return run(operands, initial)
+        own = (key, *map(id, operands))
+        if own not in made:
+            # Operands are kept, so that no other tensor has their identity.
+            made[own] = run(operands, initial), operands
+        return made[own][0]
+
+    return shared
+
+
+def run_parts(
+    runs: Iterable[tuple[Part, Run]],
+    named: dict[str, Tensor],
+    initial: Tensor | None,
+    *,
+    validate: bool = False,
+    traced: bool = False,
+) -> Tensor:
+    """Compute the parts of a statement, one after the other.
+
+    Args:
+        runs: each part, and what runs it on its tensors and an initial value.
+        named: the tensors of the whole and the tables of its parts, by name; what parts make is added.
+        initial: the initial value of the whole.
+        validate: index tensors may have been written to without a new version.
+        traced: torch records what is computed.
+    """
+
+    def unread(cells: UnreadCells) -> Tensor | None:
+        return cells.unread(named, result.device) if traced else cells.kept(named, validate=validate)
+
+    result = next(iter(named.values()))
+    for part, run in runs:
+        for each in part.clears:
+            source, cells = named[each.clear.place.access.name], unread(each)
+            named[each.clear.name] = source if cells is None else source.masked_fill(cells, 0)
+        # What is cleared starts from nothing, and the initial value is added.
+        start = None if part.writes or part.unwritten else initial
+        result = run([named[name] for name in part.bound.layout.tensors], start)
+        for each in part.unwritten:
+            if (cells := unread(each)) is not None:
+                result = result.masked_fill(cells, 0) if traced else result.masked_fill_(cells, 0)
+        if part.writes:
+            named[part.writes] = result
+        elif part.unwritten and initial is not None:
+            result = result + initial if traced else result.add_(initial)
+    return result

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.runtime.modes import is_plain_eager, without_autocast
+from insum_nn.compiler.runtime.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.recorded import Recorded, record
-from insum_nn.compiler.runtime.steps.needed_gradients import needed_gradients
 
 __all__ = ["Sums", "multilinear"]
 

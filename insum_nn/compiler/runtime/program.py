@@ -31,11 +31,11 @@ from insum_nn.compiler.runtime.dispatch import (
     prepare,
     run_spec,
 )
-from insum_nn.compiler.runtime.execution import Executable, in_names_of
+from insum_nn.compiler.runtime.execution import in_names_of
 from insum_nn.compiler.runtime.modes import PLAIN_TYPES, followed_by, to_autocast
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
-from insum_nn.compiler.runtime.steps.watch import watch
-from insum_nn.compiler.runtime.tracing.traced import call_operator
+from insum_nn.compiler.runtime.traced import call_operator
+from insum_nn.compiler.runtime.watch import StatementCall, watched
 from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, StaticTable
@@ -153,8 +153,9 @@ class Program:
             check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
         if tensors:
             named = {**tensors, **named} if named else tensors  # type: ignore[assignment]
-        if watch.calls is not None:
-            watch.saw(self, named, sizes, out_shape)
+        calls = watched.get()
+        if calls is not None:
+            calls.append(StatementCall(self, named, sizes, out_shape))
         spec = self._spec
         if spec.origin != "builder":
             # Facts of a builder hold of its own tensors, so they are passed as they are.
@@ -214,7 +215,7 @@ class Program:
         tensor([20., 30.])
         """
         calls = self._spec.calls
-        printed = calls.get((ordered[0].is_cuda, *map(dtype_of, ordered))) if calls and watch.calls is None else None
+        printed = calls.get((ordered[0].is_cuda, *map(dtype_of, ordered))) if calls and watched.get() is None else None
         result = None if printed is None else printed.call(ordered, initial, self._sizes, out_shape)
         if result is not None:
             return result
@@ -390,8 +391,7 @@ class Program:
         if 0 in extents.indices:
             return about(extents, None, (ordered, initial), facts=dict(self._spec.facts))
         bound, program = prepare(self._spec, ordered, initial, extents)
-        if isinstance(program, Executable):
-            program = in_names_of(program, bound)
+        program = program if program.parts else in_names_of(program, bound)
         seconds = median_seconds(partial(run_spec, self._spec, ordered, initial, extents)) if measure else None
         return about(extents, program, (ordered, initial), seconds, facts=bound.named_facts)
 

@@ -10,8 +10,8 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.batched_gradients import each_vector
+from insum_nn.compiler.runtime.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.modes import plain_apply
-from insum_nn.compiler.runtime.steps.gradients_ahead import rehearse_gradients
 
 __all__ = ["Recorded", "RecordedCall", "record"]
 

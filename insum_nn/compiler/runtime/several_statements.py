@@ -1,10 +1,11 @@
-"""Run programs of several statements by `program_graph.py`, or one by one, each of which torch records."""
+"""Run programs of several statements as one call, or one by one, each of which torch records."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,29 +13,39 @@ from torch import Tensor
 from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.lang.check import check_names
 from insum_nn.compiler.lang.derivative import derivatives
+from insum_nn.compiler.lang.printed import Sizes
 from insum_nn.compiler.lang.programs import parse_program
 from insum_nn.compiler.lang.syntax import Apply, Number, Subscript
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
-from insum_nn.compiler.runtime.modes import under_autocast
+from insum_nn.compiler.runtime.artifact import Step
+from insum_nn.compiler.runtime.autograd import apply
+from insum_nn.compiler.runtime.backward import Gradients, differentiate
+from insum_nn.compiler.runtime.dispatch import run_plain
+from insum_nn.compiler.runtime.modes import followed_by, is_plain, is_plain_eager, under_autocast
+from insum_nn.compiler.runtime.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.program import Program
-from insum_nn.compiler.runtime.program_graph import ProgramGraph
-from insum_nn.compiler.runtime.steps.watch import statement_calls
-from insum_nn.compiler.runtime.tracing.traced import call_operator, constant, option_values, options_of
+from insum_nn.compiler.runtime.recorded import record
+from insum_nn.compiler.runtime.statement_graph import StatementGraph
+from insum_nn.compiler.runtime.traced import call_operator, constant, option_values, options_of
+from insum_nn.compiler.runtime.watch import statement_calls, watched
 from insum_nn.dtypes import is_widened
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
-from insum_nn.tensor_cache import insert
+from insum_nn.tensor_cache import insert, same_views
 
 __all__ = ["StatementsProgram", "run_statements"]
 
 Shapes = Mapping[str, Sequence[int | None]]
+# An access: a name, and for each axis the index or the entry that has its extent.
+Axes = tuple[str, tuple[str | None, ...]]
 # Shapes and extents, as far as all that is passed shows them; and the sizes of a call of all statements together.
 Known = tuple[dict[str, tuple[int, ...]], dict[str, int], Any]
 NO_SHAPES: Shapes = {}
 NO_FACTS = NamedFacts()
 # Calls of different sizes of which a program remembers these.
 _LIMIT = 64
+_numbers = count()
 
 
 class StatementsProgram:
@@ -83,7 +94,18 @@ class StatementsProgram:
         accesses = [access for s in statements for outer in (s.output, *s.reads) for access in (outer, *outer.nested())]
         self._known: dict[object, Known] = {}
         specs = [program.spec for program in self.programs]
-        self._graph = ProgramGraph(text.inputs, specs, text.results) if len(specs) > 1 else None
+        self._written = tuple(dict.fromkeys(spec.statement.output.name for spec in specs))
+        self._indexed = tuple(dict.fromkeys(name for spec in specs for name in spec.statement.index_tensors()))
+        place = {name: n for n, name in enumerate(text.inputs)} | {n: -1 - at for at, n in enumerate(self._written)}
+        self._steps = [
+            Step.of(spec, [place[name] for name in spec.layout.tensors], -1 - place[spec.statement.output.name], number)
+            for number, spec in enumerate(specs)
+        ]
+        self._together = StatementGraph(self._steps)
+        self._results, self._number = tuple(map(self._written.index, text.results)), next(_numbers)
+        # Statements that read no values, but count, have torch's default dtype.
+        self._counts = any(not spec.layout.value_tensors for spec in specs)
+        self._gradients: dict[tuple[bool, ...], Gradients | None] = {}
         # All that a call asks, in plain tuples of text, which tracers follow.
         self._plan = (
             self.expression.replace("\n", "; "),
@@ -135,6 +157,46 @@ class StatementsProgram:
         extents = {**self._sizes, **(sizes or {})}
         return _run(self._plan, program, {**(tensors or {}), **named}, extents, shapes, self._known)
 
+    def _call_at(self, axes: Sequence[Axes], shapes: Mapping[str, Sizes], extents: Mapping[str, int]) -> _Call | None:
+        """Return the sizes of a call; `None`: those that are given do not agree, or do not show some extent."""
+        if len(self._steps) < 2:
+            return None
+        for name, own in axes:
+            for index, extent in zip(own, shapes[name], strict=True):
+                if index is not None and "[" not in index and extents.get(index) != extent:
+                    return None
+        sizes = [tuple(map(extents.get, step.spec.layout.indices)) for step in self._steps]
+        if any(None in each for each in sizes):
+            return None
+        return _Call(self, sizes, [shapes[name] for name in self._written])  # type: ignore[arg-type]
+
+    def _run_together(self, call: _Call, named: dict[str, Tensor]) -> tuple[Tensor, ...] | None:
+        """Return the results; `None`: something else than autograd follows, or a value is passed that starts a sum."""
+        if len(named) != len(self._plan[1]) or watched.get() is not None:
+            return None
+        if torch._C._is_any_autocast_enabled() or torch._C._is_tracing():
+            return None
+        # Statements refuse several.
+        dtypes = {tensor.dtype for tensor in named.values() if tensor.is_floating_point()}
+        if len(dtypes) > 1 or (self._counts and dtypes != {torch.get_default_dtype()}):
+            return None
+        tensors = [*map(same_views(named, self._indexed).__getitem__, self._plan[1])]
+        if not all(map(is_plain, tensors)):
+            return None
+        followed = followed_by(tensors, None)
+        if followed is None:
+            made = self._together.run(tensors, call.sizes, call.shapes)
+            return tuple(map(made.__getitem__, self._results))
+        if followed == "mode" or self._gradients_of(tuple([t.requires_grad for t in tensors])) is None:
+            return None
+        return record(call, None, *tensors)  # type: ignore[no-any-return]
+
+    def _gradients_of(self, needs: tuple[bool, ...]) -> Gradients | None:
+        """Return the graph of the gradients of some tensors; `None`: it is not made of statements."""
+        if needs not in self._gradients:
+            self._gradients[needs] = differentiate(self._steps, self._results, needs)
+        return self._gradients[needs]
+
     def explain(self, *, measure: bool = False, **call: Any) -> tuple[Explanation, ...]:
         """Explain each statement that runs, in order; see `Program.explain`.
 
@@ -145,6 +207,44 @@ class StatementsProgram:
         if not call:
             return tuple(program.explain() for program in self.programs)
         return tuple(each.explain(measure=measure) for each in statement_calls(lambda: self(**call)))
+
+
+class _Call(NamedTuple):
+    """A call of a program.
+
+    Attributes:
+        program: the program.
+        sizes: the extents of each statement.
+        shapes: of what they write.
+    """
+
+    program: StatementsProgram
+    sizes: Sequence[Sizes]
+    shapes: Sequence[Sizes]
+
+    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        program = self.program
+        made = program._together.run(tensors, self.sizes, self.shapes)
+        found = program._gradients_of(tuple(ctx.needs_input_grad[2:]))
+        assert found is not None
+        ctx.save_for_backward(*tensors, *[t if n in found.written else None for n, t in enumerate(made)])
+        return tuple(map(made.__getitem__, program._results))
+
+    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        program, sizes, shapes = self
+        pool, needs, run = [*ctx.saved_tensors], ctx.needs_input_grad[2:], run_plain
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or not is_plain_eager(*grads):
+            # What statements wrote depends on the tensors, of which the gradients are differentiated in turn.
+            run = apply
+            pool[len(needs) :] = program._together.run(pool[: len(needs)], sizes, shapes, apply)
+        else:
+            needs = needed_gradients(ctx, 2, len(needs), ("program", program._number))
+        found = program._gradients_of(tuple(needs))
+        assert found is not None
+        written = [pool[at].shape if at >= 0 else shapes[-1 - at] for at in found.places]
+        made = found.graph.run([*pool, *grads], (*sizes, *shapes), written, run)
+        gradients = dict(zip(found.places, made, strict=True))
+        return None, *map(gradients.get, range(len(needs)))
 
 
 def run_statements(
@@ -216,12 +316,12 @@ def _run(
         # Other calls have the names of one that was checked.
         check_names(expression, inputs, starts, found)
         known, extents = _inferred(expression, axes, written, shapes, sizes)
-        graph = None if program is None or symbolic else program._graph
-        inferred = known, extents, None if graph is None else graph.call_at(axes, known, extents)
+        whole = None if program is None or symbolic else program._call_at(axes, known, extents)
+        inferred = known, extents, whole
         if not symbolic:
             insert(seen, key, inferred, _LIMIT)
     known, extents, together = inferred
-    made = None if together is None else together.graph.run(together, found)
+    made = None if together is None else together.program._run_together(together, found)
     if made is not None:
         found.update(zip(results, made, strict=True))
         steps = steps[:0]
@@ -242,7 +342,7 @@ def _run(
 
 def _inferred(
     expression: str,
-    accesses: Sequence[tuple[str, tuple[str | None, ...]]],
+    accesses: Sequence[Axes],
     written: Sequence[str],
     given: Mapping[str, Sequence[int | None]],
     sizes: Mapping[str, int],

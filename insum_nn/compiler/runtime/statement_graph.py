@@ -11,8 +11,8 @@ from torch import Tensor
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import Sizes
 from insum_nn.compiler.runtime.artifact import Artifact, Step
-from insum_nn.compiler.runtime.composite.statement_sequence import sharing
 from insum_nn.compiler.runtime.dispatch import Spec, dtype_of, run_plain
+from insum_nn.compiler.runtime.execution import sharing
 
 __all__ = ["RunStatement", "StatementGraph"]
 

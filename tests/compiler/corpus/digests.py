@@ -20,7 +20,7 @@ from insum_nn.compiler.kernels.sized import strides_of, types_of
 from insum_nn.compiler.kernels.source import Source, write_kernel
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.library.programs import library_calls_of
+from insum_nn.compiler.runtime.library_calls import library_calls_of
 from insum_nn.compiler.schedule.candidates import candidates
 from insum_nn.compiler.schedule.defaults import default_schedule
 from insum_nn.compiler.schedule.form import Form, FormError

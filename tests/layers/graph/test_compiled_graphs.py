@@ -27,7 +27,7 @@ from insum_nn.structure.adjacency import Adjacency
 from insum_nn.testing.tolerances import assert_matches
 from tests.pretended_gpu import H200
 
-inline_module = sys.modules["insum_nn.compiler.runtime.tracing.inline"]
+inline_module = sys.modules["insum_nn.compiler.runtime.inline"]
 Graph = Tensor | Adjacency
 
 

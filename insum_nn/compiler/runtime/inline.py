@@ -26,11 +26,12 @@ from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.backends import choose_backend, require_triton
-from insum_nn.compiler.runtime.composite.statement_sequence import Part, Sequences, run_parts
 from insum_nn.compiler.runtime.dispatch import Spec, broadcast
-from insum_nn.compiler.runtime.library.programs import integers_of, library_calls_of, without_unused_facts
+from insum_nn.compiler.runtime.execution import Executables, run_parts
+from insum_nn.compiler.runtime.inline_kernel import inline_kernel
+from insum_nn.compiler.runtime.library_calls import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.runtime.modes import graph_constant, is_functional, may_be_empty, records_graph
-from insum_nn.compiler.runtime.tracing.inline_kernel import inline_kernel
+from insum_nn.compiler.runtime.statement_cuts import Part
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 
 __all__ = ["inline", "inline_by_rows", "inlines"]
@@ -77,10 +78,8 @@ def inline(
     # Of what the caller says of the others the graph checks one thing.
     facts |= {name: IndexFacts(masked=declared[name].masked) for name in checked if name in declared}
     bound = bind(statement, named, initial, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
-    hints = Extents(tuple(map(_hint, extents.indices)), tuple(map(_hint, extents.output)))
-    shapes = {name: tuple(map(_hint, tensor.shape)) for name, tensor in named.items()}
-    parts = Sequences(bound, spec.options, spec.static).symbolic(named, extents, shapes, hints)
-    if parts is None:
+    parts = Executables(bound, spec.options, spec.static).parts(tensors, extents, _hint)
+    if not parts:
         return _run(bound, tensors, initial, extents, spec.options, spec.static, row_begins)
     pool = dict(named)
     for name, table in chain.from_iterable(part.static for part in parts):

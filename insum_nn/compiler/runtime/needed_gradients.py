@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.steps.gradients_ahead import Rehearsed
+from insum_nn.compiler.runtime.gradients_ahead import Rehearsed
 
 __all__ = ["keep_inner", "needed_gradients"]
 

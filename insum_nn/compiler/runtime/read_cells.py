@@ -9,7 +9,6 @@ row of `T` that is 0, and what is not finite there must not show.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,10 +17,12 @@ from torch import Tensor
 from insum_nn.compiler.lang.index_checks import cell_numbers
 from insum_nn.compiler.passes.cut_products import Clear, Place
 from insum_nn.compiler.schedule.product_cost import Sizes
+from insum_nn.tensor_cache import TensorCache
 
 __all__ = ["UnreadCells"]
 
-Versions = tuple[tuple["weakref.ref[Tensor]", int], ...]
+# Such cells at the sizes of a call; of a tensor that has none, `None`.
+_found: TensorCache[tuple[Tensor | None]] = TensorCache(limit=64)
 
 
 class UnreadCells:
@@ -41,7 +42,6 @@ class UnreadCells:
         self.sizes = {label: sizes.indices[label] for label in self.labels}
         nested = [access for place in places for s in place.subscripts for access in s.index_accesses()]
         self._indexed = tuple(dict.fromkeys(a.name for access in nested for a in (access, *access.nested())))
-        self._cached: tuple[Versions, Tensor | None] | None = None
 
     def unread(self, named: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """True for the cells that no term addresses, in a shape that broadcasts to the tensor's."""
@@ -69,18 +69,16 @@ class UnreadCells:
             named: the tensors of a call.
             validate: index tensors may have been written to without a new version.
         """
-        indexed = [named[name] for name in self._indexed]
-        counted = not validate and not any(tensor.is_inference() for tensor in indexed)
-        cached = self._cached
-        if cached is not None and counted:
-            versions, unread = cached
-            if all(ref() is t and version == t._version for (ref, version), t in zip(versions, indexed, strict=True)):
-                return unread
-        device = next(iter(named.values())).device
+        indexed, first = [named[name] for name in self._indexed], next(iter(named.values()))
+        found = None if validate else _found.find(indexed, self)
+        if found is not None:
+            return found[0]
         with torch.inference_mode(False), torch.no_grad():
-            unread = self.unread(named, device)
-        if counted and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            if not bool(unread.any()):
-                unread = None
-            self._cached = tuple((weakref.ref(t), t._version) for t in indexed), unread
-        return unread
+            unread = self.unread(named, first.device)
+        if (
+            validate
+            or any(t.is_inference() for t in indexed)
+            or (first.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
+            return unread
+        return _found.keep(indexed, self, (unread if bool(unread.any()) else None,))[0]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from insum_nn.errors import InsumFormatError
 
-__all__ = ["Step", "copied", "own_random_numbers", "run_step"]
+__all__ = ["Step", "copied", "run_step"]
 
 Step = Callable[..., Any]
 
@@ -41,7 +41,7 @@ def copied(module: Step, inputs: Sequence[Any], named: dict[str, Any]) -> tuple[
 
 
 @contextmanager
-def own_random_numbers() -> Generator[None]:
+def _own_random_numbers() -> Generator[None]:
     """Draw random numbers of which the step knows nothing."""
     numbers: Any = sys.modules.get("numpy.random")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -55,8 +55,12 @@ def own_random_numbers() -> Generator[None]:
             numbers.set_state(drawn)
 
 
+@_own_random_numbers()
 def run_step(module: Step, args: Any, kwargs: Any, backward: bool, double_backward: bool) -> None:
-    """Run a call, and the gradients of its outputs by parameters and by inputs that require them."""
+    """Run a call, and the gradients of its outputs by parameters and by inputs that require them.
+
+    It draws random numbers of its own.
+    """
     with torch.set_grad_enabled(backward or double_backward):
         outputs = _recorded(module(*args, **kwargs))
         if not outputs:

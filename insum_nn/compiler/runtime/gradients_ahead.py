@@ -25,7 +25,7 @@ from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import Collection, UndecidedError, collect, collecting
 from insum_nn.compiler.kernels.background import cold, rehearsals
 from insum_nn.compiler.runtime.modes import is_plain_eager
-from insum_nn.compiler.runtime.steps.watch import unwatched
+from insum_nn.compiler.runtime.watch import watched
 
 __all__ = ["Rehearsed", "rehearsal", "rehearse_gradients"]
 
@@ -35,31 +35,21 @@ _FACTORS = 3
 
 
 class Rehearsed:
-    """The context of a call that is not recorded yet, as a backward pass reads it; no engine knows what is needed.
+    """In place of a call's context: for a rehearsal of it, or as a backward pass reads what its forward wrote there.
+
+    No engine knows what is needed.
 
     Args:
-        ctx: the context.
         needed: which gradients are.
+        of: the context of a forward pass.
         recorded: the backward pass is to be recorded as well.
     """
 
-    def __init__(self, ctx: Any, needed: Sequence[bool], recorded: bool = False) -> None:
-        self._ctx = ctx
-        saved: tuple[Tensor | None, ...] = ctx.to_save or ()
-        self.saved_tensors = tuple([_learned(each) for each in saved]) if recorded else saved
+    def __init__(self, needed: Sequence[bool], of: Any = None, recorded: bool = False) -> None:
+        vars(self).update(vars(of) if of is not None else {})
+        self.to_save: tuple[Tensor | None, ...] = (of is not None and of.to_save) or ()
+        self.saved_tensors = tuple(map(_learned, self.to_save)) if recorded else self.to_save
         self.needs_input_grad = tuple(needed)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
-
-
-class _Context:
-    """In place of the context of a call that is rehearsed."""
-
-    to_save: tuple[Tensor | None, ...] = ()
-
-    def __init__(self, needs: tuple[bool, ...]) -> None:
-        self.needs_input_grad = needs
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.to_save = tensors
@@ -113,7 +103,7 @@ def _rehearse_call(function: Any, ctx: Any, *arguments: Any) -> None:
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     if not _may_rehearse(tensors):
         return
-    own = _Context(ctx.needs_input_grad)
+    own = Rehearsed(ctx.needs_input_grad)
     results: tuple[Tensor, ...] = ()
     with _collecting(function, tensors):
         made = function.forward(own, *arguments)
@@ -153,8 +143,13 @@ def rehearsal() -> Generator[Collection]:
     """
     collected = collect(found=lambda code: background.submit([code]))
     saved = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-    with collected as collection, saved, unwatched():
-        yield collection
+    # What is rehearsed is no part of what a thread was asked to run.
+    before = watched.set(None)
+    try:
+        with collected as collection, saved:
+            yield collection
+    finally:
+        watched.reset(before)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -176,12 +171,12 @@ def _run_backward(function: Any, ctx: Any, results: Sequence[Tensor], recorded: 
     try:
         grads = [each.detach().requires_grad_(recorded) for each in results]
         with torch.set_grad_enabled(recorded):
-            function.backward(Rehearsed(ctx, needs, recorded), *grads)
+            function.backward(Rehearsed(needs, ctx, recorded), *grads)
     except UndecidedError:
         grads = [each.detach() for each in results]
         for place in compress(count(), needs):
             with suppress(UndecidedError):
-                function.backward(Rehearsed(ctx, [at == place for at in range(len(needs))]), *grads)
+                function.backward(Rehearsed([at == place for at in range(len(needs))], ctx), *grads)
     finally:
         _recorded.set(False)
         cold.due = False

@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -26,9 +27,9 @@ from torch.utils import _pytree as pytree
 from insum_nn.compiler.kernels.ahead import UndecidedError
 from insum_nn.compiler.kernels.background import cold, rehearsals
 from insum_nn.compiler.kernels.machine_code import KernelCode
+from insum_nn.compiler.runtime.gradients_ahead import rehearsal
 from insum_nn.compiler.runtime.modes import is_plain_eager, outer_autocast
-from insum_nn.compiler.runtime.steps.gradients_ahead import rehearsal
-from insum_nn.compiler.runtime.steps.step import own_random_numbers, run_step
+from insum_nn.compiler.runtime.step import run_step
 
 __all__ = ["call_step"]
 
@@ -45,18 +46,6 @@ def call_step(method: Callable[..., T], module: nn.Module, *given: Any) -> T:
 _CALL: Any = getattr(getattr(nn.Module, "_wrapped_call_impl", None), "__code__", None)
 _STEP = call_step.__code__
 _HOOKS_OF_ALL = [getattr(nn.modules.module, f"_global_forward_{name}hooks", ()) for name in ("", "pre_")]
-
-
-class _Method(nn.Module):
-    """A method as the forward of a module."""
-
-    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module, self.method = module, method
-        self.training = module.training
-
-    def forward(self, *given: Any) -> Any:
-        return self.method(self.module, *given)
 
 
 _Call = tuple[nn.Module, Callable[..., Any] | None, Sequence[Any], dict[str, Any]]
@@ -132,14 +121,13 @@ def _rehearsed(called: _Call, recorded: bool) -> tuple[dict[KernelCode, None], b
         torch.set_grad_enabled(recorded),
         outer_autocast("cuda"),
         _nothing_compiled(),
-        own_random_numbers(),
         _without_collections(),
     ):
         try:
             # Parameters that are made in inference mode have no versions, by which layers know them again.
             with _Copies(), torch.inference_mode(False):
                 own, args, kwargs = copy.deepcopy((module, tuple(given), dict(named)))
-            step = own if method is None else _Method(own, method)
+            step = own if method is None else partial(method, own)
             # Inputs of a network that require gradients are positions, whose gradients are forces: training
             # differentiates these by the weights, and what is not trained wants no other gradients.
             forces = recorded and any(_is_leaf(each) for each in _tensors((args, kwargs)))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from insum_nn.compiler.kernels.ahead import Collection, Compiled, collect, compile_all, default_workers
-from insum_nn.compiler.runtime.steps.step import copied, own_random_numbers, run_step
+from insum_nn.compiler.runtime.step import copied, run_step
 from insum_nn.compiler.tuning.progress import Progress
 from insum_nn.errors import InsumBackendError
 
@@ -98,7 +98,7 @@ def prepare(
     """
     begin = time.perf_counter()
     own, args, kwargs = copied(module, inputs, named)
-    with collect() as collection, own_random_numbers():
+    with collect() as collection:
         run_step(own, args, kwargs, backward, double_backward)
     traced = time.perf_counter() - begin
     del own, args, kwargs

@@ -26,7 +26,7 @@ from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel
 from insum_nn.compiler.kernels.source import Strides, initial_steps
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.runtime.library.fixed_extents import FixedExtents
+from insum_nn.compiler.runtime.fixed_extents import fixed_extents
 from insum_nn.compiler.runtime.modes import exceeds, size_hint
 from insum_nn.compiler.schedule.form import Form, FormError, make_form
 from insum_nn.compiler.schedule.group_by_key import group_by_key
@@ -62,7 +62,7 @@ def inline_kernel(
     if 0 in likely.indices or 0 in likely.output:
         return None
     steady = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    static = FixedExtents(bound, options, frozenset(tables)).of(likely)
+    static = fixed_extents(bound, options, frozenset(tables), likely)
     fixed = replace(bound, static=tuple((name, size) for name, size in static if type(steady[name]) is int))
     sizes = dict(zip(fixed.layout.indices, likely.indices, strict=True))
     try:

@@ -44,10 +44,10 @@ from insum_nn.compiler.tuning.timing import time_whole
 from insum_nn.facts import IndexFacts
 from insum_nn.tensor_cache import insert
 
-__all__ = ["FusedKernels", "One"]
+__all__ = ["Fused", "One", "choose"]
 
 T = TypeVar("T")
-# Kernels, and decisions, that are kept.
+# Kernels that are kept.
 _LIMIT = 64
 
 
@@ -75,24 +75,28 @@ class One:
 
     @staticmethod
     def of(
-        number: int, bound: Bound, chosen: object, places: tuple[int, ...], pool: Sequence[Tensor], extents: Extents
+        number: int,
+        bound: Bound,
+        chosen: Executable,
+        places: Sequence[int],
+        tensors: Sequence[Tensor],
+        extents: Extents,
     ) -> One:
         """Describe one of the statements.
 
         Raises:
             FormError: no generated kernel runs it.
         """
-        generated = chosen.run if isinstance(chosen, Executable) else None
-        if not isinstance(chosen, Executable) or not isinstance(generated, Generated) or bound.epilogue:
+        if not isinstance(chosen.run, Generated) or bound.epilogue:
             raise FormError(f"{bound.statement} is no generated kernel")
-        form = generated.form.named(named_as(bound, chosen.bound))
+        form = chosen.run.form.named(named_as(bound, chosen.bound))
         if form.cells:
             raise FormError(f"{bound.statement} writes at affine subscripts")
-        return One(number, bound, chosen, form, places, tuple([pool[at] for at in places]), extents)
+        return One(number, bound, chosen, form, tuple(places), tuple(tensors), extents)
 
 
 @dataclass(frozen=True, slots=True)
-class _Fused:
+class Fused:
     """One kernel for all.
 
     Attributes:
@@ -158,64 +162,40 @@ class _Fused:
         return run
 
 
-class FusedKernels:
-    """The kernels that compute several statements at once.
+def choose(
+    ones: Sequence[One],
+    pool: Sequence[Tensor],
+    options: Options,
+    kernels: dict[Hashable, Fused],
+    *,
+    deterministic: bool,
+) -> tuple[Fused | None, str]:
+    """Select a kernel that computes several statements at once, or none, and say why.
 
     Args:
+        ones: the statements.
+        pool: the tensors of a call.
         options: of all of them.
+        kernels: those that were written before; a new one is added.
         deterministic: every run is to give the same bits.
 
-    Attributes:
-        reason: how they ran last, and why.
+    Raises:
+        FormError: there is none, or not for these tensors.
     """
+    plan = _plan_of(ones)
+    # Equal for all calls of one kernel.
+    kinds = [(one.bound, one.chosen.bound, one.extents.output[1:]) for one in ones]
+    key = (*kinds, torch._C._get_float32_matmul_precision())
 
-    def __init__(self, options: Options, *, deterministic: bool) -> None:
-        self.options, self.deterministic = options, deterministic
-        self.reason = ""
-        self._kernels: dict[Hashable, _Fused] = {}
-        self._chosen: dict[Hashable, tuple[_Fused | None, str]] = {}
-
-    def clear(self) -> None:
-        """Forget every kernel."""
-        self._kernels.clear()
-        self._chosen.clear()
-
-    def run(self, ones: Callable[[], Sequence[One]], pool: Sequence[Tensor]) -> Attempt | None:
-        """What makes all outputs of calls with such tensors; `None`: the statements are to run one by one."""
-        try:
-            found = ones()
-            together = self._choose(found, pool)
-            return None if together is None else together.run(found, pool)
-        except FormError as error:
-            self.reason = f"one by one: {error}"
-            return None
-
-    def _choose(self, ones: Sequence[One], pool: Sequence[Tensor]) -> _Fused | None:
-        # Equal for all calls of one kernel.
-        kinds = [(one.bound, one.chosen.bound, one.extents.output[1:]) for one in ones]
-        key = (*kinds, torch._C._get_float32_matmul_precision())
-        bucket = (key, *[size_bucket(one.extents) for one in ones])
-        chosen = self._chosen.get(bucket)
-        if chosen is None:
-            plan = _plan_of(ones)
-            makes = [partial(self._kernel, key, walk, plan, ones, pool) for walk in _walks(ones, plan)]
-            chosen = _choose(makes, ones, pool, self.deterministic)
-            insert(self._chosen, bucket, chosen, _LIMIT)
-        together, self.reason = chosen
-        return together
-
-    def _kernel(self, key: Hashable, walk: Walk, plan: _Plan, ones: Sequence[One], pool: Sequence[Tensor]) -> _Fused:
-        """The kernel that walks terms by one index tensor, which is remembered, if it is for the tensors of a call.
-
-        Raises:
-            FormError: there is none, or not for these tensors.
-        """
-        found = self._kernels.get((key, walk))
+    def kernel(walk: Walk) -> Fused:
+        found = kernels.get((key, walk))
         if found is None:
-            found = _along(ones, walk, plan, self.options, self.deterministic)
-            insert(self._kernels, (key, walk), found, _LIMIT)
+            found = _along(ones, walk, plan, options, deterministic)
+            insert(kernels, (key, walk), found, _LIMIT)
         found.sizes_of(ones, pool)
         return found
+
+    return _selected([partial(kernel, walk) for walk in _walks(ones, plan)], ones, pool, deterministic)
 
 
 def _those_that_fit(makes: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -293,7 +273,7 @@ def _cost(ones: Sequence[One], walk: Walk) -> int:
     return len(cells) + sum(adds.values())
 
 
-def _along(ones: Sequence[One], walk: Walk, decided: _Plan, options: Options, deterministic: bool) -> _Fused:
+def _along(ones: Sequence[One], walk: Walk, decided: _Plan, options: Options, deterministic: bool) -> Fused:
     """The kernel that walks terms by one index tensor.
 
     Raises:
@@ -335,7 +315,7 @@ def _along(ones: Sequence[One], walk: Walk, decided: _Plan, options: Options, de
     likes = [each.like for each in form.additional]
     rows = tuple([(n, at[likes[own - 1][0]], likes[own - 1][1]) for n, own in enumerate(order) if own])
     places = tuple([at[name] for name in operands])
-    return _Fused(statement, static, tuple(order), walk, generated, places, rows, order.index(0) if owned else None)
+    return Fused(statement, static, tuple(order), walk, generated, places, rows, order.index(0) if owned else None)
 
 
 def _sizes(
@@ -354,9 +334,9 @@ def _sizes(
     return agreement_of(statement)(tensors, static, owned)
 
 
-def _choose(
-    makes: Iterable[Callable[[], _Fused]], ones: Sequence[One], pool: Sequence[Tensor], deterministic: bool
-) -> tuple[_Fused | None, str]:
+def _selected(
+    makes: Iterable[Callable[[], Fused]], ones: Sequence[One], pool: Sequence[Tensor], deterministic: bool
+) -> tuple[Fused | None, str]:
     """Select the fastest kernel, or none where the statements are faster one by one; and say why.
 
     Raises:
@@ -367,7 +347,7 @@ def _choose(
     generated, extents = first.generated, first.sizes_of(ones, pool)
     if not worth_selecting(extents):
         # Where speed does not matter, the same bits at every run do.
-        def scatters(kernel: _Fused) -> bool:
+        def scatters(kernel: Fused) -> bool:
             return any(each.scattered for each in kernel.generated.form.additional)
 
         fixed = next(filterfalse(scatters, chain([first], fitting)), first)
@@ -380,25 +360,25 @@ def _choose(
     bucket = size_bucket(extents)
     key = store.key_of("fusion", generated.form.bound, {}, bucket, pool[0].device, **more)
 
-    def decode(value: Mapping[str, Any], origin: str) -> Selected[_Fused | None]:
+    def decode(value: Mapping[str, Any], origin: str) -> Selected[Fused | None]:
         times = tuple(math.inf if us is None else float(us) for us in value["times"])
         if len(times) != len(kernels()) + 1 or not all(us > 0 for us in times):
             raise ValueError(f"{times} are not the times of {len(kernels())} kernels and of none")
         return _fastest(kernels(), times)
 
-    def measure() -> Measured[_Fused | None]:
+    def measure() -> Measured[Fused | None]:
         times = tuple(
             time_whole(run) for run in (*(kernel.make(ones, pool) for kernel in kernels()), _separately(ones))
         )
         return Measured(_fastest(kernels(), times), {"times": [None if math.isinf(us) else us for us in times]})
 
-    rule: Selected[_Fused | None] = Selected(first, "together: what they read is read once")
+    rule: Selected[Fused | None] = Selected(first, "together: what they read is read once")
     task = Task(key, lambda: rule, decode, measure)
     found = select_or_tune(task, generated.options)
     return found.candidate, found.reason
 
 
-def _fastest(kernels: Sequence[_Fused], times: Sequence[float]) -> Selected[_Fused | None]:
+def _fastest(kernels: Sequence[Fused], times: Sequence[float]) -> Selected[Fused | None]:
     """Return the kernel that took the least time; the last time is of the programs one by one."""
     best = min(range(len(kernels)), key=lambda at: times[at])
     rows = [f"{us:.1f} us by {kernel.walk[0]}" for us, kernel in zip(times, kernels, strict=False)]

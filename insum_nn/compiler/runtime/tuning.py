@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from insum_nn.compiler.runtime.execution import clear_cache
-from insum_nn.compiler.runtime.steps.step import Step, copied, own_random_numbers, run_step
+from insum_nn.compiler.runtime.step import Step, copied, run_step
 from insum_nn.compiler.tuning import database, session, timing
 from insum_nn.compiler.tuning.cache_folder import own_folder
 
@@ -142,8 +142,7 @@ def _why_not() -> str:
 
 
 def _step(module: Step, args: Any, kwargs: Any, backward: bool, double_backward: bool) -> None:
-    with own_random_numbers():
-        run_step(module, args, kwargs, backward, double_backward)
+    run_step(module, args, kwargs, backward, double_backward)
     if isinstance(module, nn.Module):
         module.zero_grad(set_to_none=True)
 

@@ -1,1 +1,0 @@
-"""Programs of library calls."""

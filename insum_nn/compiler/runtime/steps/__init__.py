@@ -1,1 +1,0 @@
-"""Whole training steps: kernels compiled ahead, schedules measured on request."""

@@ -1,1 +1,0 @@
-"""What torch sees of a call while it traces."""
