@@ -12,6 +12,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import Options, insum
+from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.runtime import execution
 from insum_nn.dtypes import FLOATS, INDEX_DTYPES, VALUE_DTYPES, is_widened
 from insum_nn.errors import InsumRangeError
@@ -566,7 +567,7 @@ def test_flat_addresses_of_int32_index_tensors_have_64_bits():
     insum_nn.clear_cache()
     insum("y[R[p],C[p]] max= v[p]", R=row, C=col, v=reals(1), out_shape=(2, 2))
     (program,) = execution._cache.values()
-    assert program.library is not None
+    assert isinstance(program.run, CallGraph)
     seen: list[torch.dtype] = []
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -576,5 +577,5 @@ def test_flat_addresses_of_int32_index_tensors_have_64_bits():
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        program.library(row, col, reals(1), 2, 2)
+        program.run(row, col, reals(1), 2, 2)
     assert seen == [torch.int64] * 2

@@ -244,12 +244,12 @@ def explain_program(
 
 def _what_runs(program: Executable, extents: Extents, tensors: Sequence[Tensor], initial: Tensor | None) -> Description:
     """Ask the program what it runs for a call."""
-    library = program.library
-    if isinstance(program.run, CProgram):
-        return program.run.described()
-    if library is None:
-        assert isinstance(program.run, Generated)
-        return program.run.described(tensors, extents, initial)
+    library = program.run
+    if isinstance(library, CProgram):
+        return library.described()
+    if isinstance(library, Generated):
+        return library.described(tensors, extents, initial)
+    assert library is not None
     schedule = "library calls over the whole index space"
     return Description(schedule, choices=tuple(library.decisions), torch_code=_torch_code(program.bound, library))
 

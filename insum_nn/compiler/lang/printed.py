@@ -7,14 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Attempt", "Body", "Run", "Sizes", "function_of_lines"]
+__all__ = ["Attempt", "Body", "Lists", "Made", "Pool", "Run", "Sizes", "function_of_lines"]
 
 Sizes = tuple[int, ...]
-# From the tensors of a call, the extents and the output's shape of each statement, and an initial value of the first
-# output, all outputs.
-Body = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...]]
+# The tensors of a call.
+Pool = Sequence[Tensor]
+# The extents, or the output's shape, of each of its statements.
+Lists = Sequence[Sizes]
+# All its outputs.
+Made = tuple[Tensor, ...]
+# From these and an initial value of the first output, all outputs.
+Body = Callable[[Pool, Lists, Lists, Tensor | None], Made]
 # The same, or `None`: something else runs the call.
-Attempt = Callable[[Sequence[Tensor], Sequence[Sizes], Sequence[Sizes], Tensor | None], tuple[Tensor, ...] | None]
+Attempt = Callable[[Pool, Lists, Lists, Tensor | None], Made | None]
 # From the tensors of one statement at sizes that it was made for, and an initial value, its output.
 Run = Callable[[Sequence[Tensor], Tensor | None], Tensor]
 

@@ -41,7 +41,7 @@ from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.declared_facts import verified
 from insum_nn.compiler.lang.index_checks import completed, lowest_entry, writes_sums
 from insum_nn.compiler.lang.limits import limits_of
-from insum_nn.compiler.lang.printed import Attempt, Run, Sizes, function_of_lines
+from insum_nn.compiler.lang.printed import Attempt, Lists, Made, Pool, Run, function_of_lines
 from insum_nn.compiler.lang.shapes import agreement_lines
 from insum_nn.compiler.runtime.arguments import kinds_of
 from insum_nn.compiler.runtime.execution import Executable, Executables, c_program, forgets_programs, generation
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["Artifact", "Call", "Facts", "Step", "programs_of"]
 
 Facts = Mapping[str, IndexFacts]
+Known = Mapping[int, IndexFacts]
 # A statement on the tensors of a call: what runs it at any sizes, its tensors, its sizes.
 Called = tuple[Executables, list[Tensor], Extents]
 Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
@@ -125,12 +126,7 @@ class Artifact:
     """
 
     def __init__(
-        self,
-        steps: Sequence[Step],
-        pool: Sequence[Tensor],
-        *,
-        deterministic: bool = False,
-        fixed: Collection[int] = (),
+        self, steps: Sequence[Step], pool: Pool, *, deterministic: bool = False, fixed: Collection[int] = ()
     ) -> None:
         self.fixed, self.steps, self.deterministic = frozenset(fixed), steps, deterministic
         self.bodies: dict[object, Attempt] = {}
@@ -175,10 +171,10 @@ class Artifact:
         """Whether it depends on sizes if a statement runs as several."""
         return any(own.cuttable for own in self.programs)
 
-    def _read(self, pool: Sequence[Tensor], place: int) -> Tensor:
+    def _read(self, pool: Pool, place: int) -> Tensor:
         return pool[place] if place >= 0 else self._written[-1 - place]
 
-    def _facts(self, number: int, known: Mapping[int, IndexFacts]) -> dict[str, IndexFacts]:
+    def _facts(self, number: int, known: Known) -> dict[str, IndexFacts]:
         """What holds of the index tensors of a statement."""
         spec, places = self.steps[number][:2]
         tables, indexed = dict(spec.static), spec.layout.index_tensors
@@ -191,22 +187,15 @@ class Artifact:
         }
 
     def _meet(
-        self,
-        key: object,
-        pool: Sequence[Tensor],
-        extents: Sequence[Sizes],
-        shapes: Sequence[Sizes],
-        initial: Tensor | None,
-        known: Mapping[int, IndexFacts],
-    ) -> tuple[Tensor, ...] | None:
+        self, key: object, pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None, known: Known
+    ) -> Made | None:
         """Decide what runs a kind of call that was not met before."""
         begun, called = generation(), list[Called]()
         first = None if initial is None else initial.expand(shapes[0])
         for number, (spec, places, output, _, _) in enumerate(self.steps):
-            shape = shapes[output]
             read = [pool[at] if at >= 0 else self._written[-1 - at].expand(shapes[-1 - at]) for at in places]
             programs = programs_of(spec, read, None if number else first, self._facts(number, known))
-            called.append((programs, read, Extents(extents[number], shape)))
+            called.append((programs, read, Extents(extents[number], shapes[output])))
         if len(called) == 1:
             body = self._alone(key, *called[0], initial)
         elif self.generated:
@@ -219,7 +208,7 @@ class Artifact:
         return body(pool, extents, shapes, initial)
 
     def _alone(
-        self, key: object, programs: Executables, pool: Sequence[Tensor], extents: Extents, initial: Tensor | None
+        self, key: object, programs: Executables, pool: Pool, extents: Extents, initial: Tensor | None
     ) -> Attempt:
         """What runs a kind of call of one statement."""
         statement = self.steps[0].spec.statement
@@ -229,9 +218,7 @@ class Artifact:
                 return found.run.at(pool, extents, initial)
         first, runs = _key_of(pool, extents), dict[object, Run]()
 
-        def sized(
-            pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
-        ) -> tuple[Tensor, ...]:
+        def sized(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made:
             """Run it by what is prepared for the sizes of a call: library calls, or several statements."""
             sizes = Extents(extents[0], shapes[0])
             initial = None if initial is None else initial.expand(sizes.output)
@@ -252,9 +239,7 @@ class Artifact:
     def _compiled(self, key: object, program: CProgram, until: Attempt) -> Attempt:
         """What runs a kind of call by a C function, and by something else until that is compiled."""
 
-        def run(
-            pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
-        ) -> tuple[Tensor, ...] | None:
+        def run(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made | None:
             if not program.compiled:
                 return until(pool, extents, shapes, initial)
             self.bodies[key] = program.body
@@ -262,7 +247,7 @@ class Artifact:
 
         return run
 
-    def _by_one_kernel(self, called: Sequence[Called], pool: Sequence[Tensor]) -> Attempt:
+    def _by_one_kernel(self, called: Sequence[Called], pool: Pool) -> Attempt:
         """What runs a kind of call of several statements by one kernel, where there is one, and it is faster."""
         try:
             ones = [
@@ -276,9 +261,7 @@ class Artifact:
             self.reason = f"one by one: {error}"
             return _nothing_printed
 
-    def _by_one_function(
-        self, key: object, called: Sequence[Called], pool: Sequence[Tensor], extents: Sequence[Sizes]
-    ) -> Attempt:
+    def _by_one_function(self, key: object, called: Sequence[Called], pool: Pool, extents: Lists) -> Attempt:
         """What runs a kind of call of several statements, once their C function is compiled, and nothing before."""
         parts: list[Part] = []
         firsts: dict[object, int] = {}
@@ -306,7 +289,7 @@ class Artifact:
         program, wait = made.run, options.deterministic or options.backend == "c"
         assert isinstance(program, CProgram)
 
-        def until(pool: Sequence[Tensor], extents: Sequence[Sizes], *rest: Any) -> tuple[Tensor, ...] | None:
+        def until(pool: Pool, extents: Lists, *rest: Any) -> Made | None:
             return program.body(pool, extents, *rest) if program.called(extents, wait=wait) else None
 
         return self._compiled(key, program, until)

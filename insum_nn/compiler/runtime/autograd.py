@@ -187,7 +187,6 @@ class _Transformed(torch.autograd.Function):
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, tensors, initial, indices, shape = inputs
     ctx.call = _Call(Spec.from_json(spec), Extents(tuple(indices), tuple(shape)))
-    ctx.count = len(tensors)
     keep = None if ctx.call.spec.adds else output
     ctx.save_for_backward(initial, keep, *tensors)
 

@@ -85,7 +85,6 @@ class Executable:
         reason: why this back end.
         run: what computes it; `None`: its parts do, one after the other.
         compile_seconds: time of planning and lowering.
-        library: the library calls; `None` for generated kernels.
         parts: the statements that it is cut into.
         costs: what they cost, and what the whole would.
     """
@@ -95,9 +94,8 @@ class Executable:
     options: Options
     backend: str
     reason: str
-    run: Callable[..., Tensor] | Generated | CProgram | None
+    run: CallGraph | Generated | CProgram | None
     compile_seconds: float = 0.0
-    library: CallGraph | None = None
     parts: tuple[Part, ...] = ()
     costs: tuple[Cost, Cost] | None = None
 
@@ -120,9 +118,10 @@ class Executable:
         if run is None:
             return _one_by_one(self, tensors, initial)
         integers, epilogue, dtype = integers_of(self.bound, extents), self.bound.epilogue or None, self.bound.dtype
+        forward = run.forward
 
         def call(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            made = run(*tensors, *integers) if initial is None else run(*tensors, *integers, initial)
+            made = forward(*tensors, *integers) if initial is None else forward(*tensors, *integers, initial)
             return made if epilogue is None else epilogue(made, dtype)
 
         return call
@@ -219,17 +218,16 @@ class Executables:
         if tree.cut is None:
             return self.whole(extents)
         options, parts = self.options, parts_of(self.bound, sizes, tree, self.static)
-        costs, reason = (total(parts, options), total((Part(self.bound, sizes, ""),), options)), f"runs as {len(parts)}"
+        costs, reason = (total(parts, options), total((Part(self.bound, sizes, ""),), options)), "the statement runs as"
         own = self._in_c(tree, sizes, 0, range(len(tensors)), 0, 1)
         found = own and c_program(own, (len(extents.indices),), len(tensors), options, extents, reason)
         if isinstance(found, Executable):
-            reason = f"the statement {reason}, in one C function"
+            reason = f"{reason} {len(parts)}, in one C function"
             return replace(found, bound=self.bound, reason=reason, parts=parts, costs=costs)
         if self.static and options.backend == "c":
             # The whole statement says why it has none.
             return self.whole(extents)
-        reason = f"the statement {reason}"
-        return Executable(self.bound, extents, options, "", reason, None, parts=parts, costs=costs)
+        return Executable(self.bound, extents, options, "", f"{reason} {len(parts)}", None, parts=parts, costs=costs)
 
     def parts(self, tensors: Sequence[Tensor], extents: Extents, hint: Callable[[int], int]) -> tuple[Part, ...]:
         """Return the statements that it is cut into, if it is; `hint` is the number by which to choose for a size."""
@@ -355,11 +353,9 @@ class Executables:
         bound = replace(self.own, static=fixed_extents(self.own, self.options, names, extents))
 
         def build() -> Executable:
-            begin = time.perf_counter()
             sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
             generated = Generated(bound, sizes, extents.output, dict(self.tables), self.options)
-            seconds = time.perf_counter() - begin
-            return Executable(bound, extents, self.options, "triton", self.reason, generated, seconds)
+            return Executable(bound, extents, self.options, "triton", self.reason, generated)
 
         return _cached(shared_key(bound, self.options, "triton", precision, self.tables), build)
 
@@ -377,13 +373,12 @@ def c_program(
         extents: the sizes of a call.
         reason: why it is C.
     """
-    begin, key = time.perf_counter(), shared_key(parts[0].bound, options, "c", parts, indices, tensors)
+    key = shared_key(parts[0].bound, options, "c", parts, indices, tensors)
 
     def build() -> Executable:
         program = CProgram(parts, indices, tensors, soon=options.backend == "c" or options.deterministic)
         program.find()
-        seconds = time.perf_counter() - begin
-        return Executable(parts[0].bound, extents, options, "c", reason, program, seconds)
+        return Executable(parts[0].bound, extents, options, "c", reason, program)
 
     try:
         return _refused.get(key) or _cached(key, build)
@@ -416,8 +411,9 @@ def _cached(key: CacheKey, build: Callable[[], Executable]) -> Executable:
 
     def make() -> Executable:
         global _misses
-        begun = _generation
+        begun, begin = _generation, time.perf_counter()
         program = build()
+        program.compile_seconds = time.perf_counter() - begin
         with _lock:
             _misses += 1
             # What was cleared in the meantime stays so.
@@ -438,15 +434,12 @@ def in_names_of(program: Executable, bound: Bound) -> Executable:
     if isinstance(program.run, CProgram):
         return replace(program, bound=own)
     own = without_unused_facts(own)
-    library = library_calls_of(own, program.extents, program.options, compiled=False)
-    return replace(program, bound=own, library=library)
+    return replace(program, bound=own, run=library_calls_of(own, program.extents, program.options, compiled=False))
 
 
 def _build(bound: Bound, extents: Extents, options: Options, reason: str) -> Executable:
-    begin = time.perf_counter()
     library = library_calls_of(bound, extents, options, compiled=False)
-    seconds = time.perf_counter() - begin
-    return Executable(bound, extents, options, "eager", reason, library.forward, seconds, library)
+    return Executable(bound, extents, options, "eager", reason, library)
 
 
 # Statements that run as several.

@@ -28,7 +28,7 @@ from insum_nn.compiler.ir.nodes import Load
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.lang.bind import Bound, Extents, bind, layout_of
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.lang.printed import Attempt, Sizes
+from insum_nn.compiler.lang.printed import Attempt, Lists, Made, Pool, Sizes
 from insum_nn.compiler.lang.shapes import agreement_of
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
@@ -119,7 +119,7 @@ class Fused:
     rows: tuple[tuple[int, int, int], ...]
     owned: int | None
 
-    def sizes(self, pool: Sequence[Tensor], shapes: Sequence[Sizes]) -> Extents | None:
+    def sizes(self, pool: Pool, shapes: Lists) -> Extents | None:
         """The sizes of the kernel's statement; `None`: an output has other rows than it is to have."""
         for number, at, axis in self.rows:
             if shapes[number][0] != pool[at].shape[axis]:
@@ -150,9 +150,7 @@ class Fused:
         order, places = self.order, self.places
         made_by = self.generated.at([pool[at] for at in places], self.sizes_of(ones, pool), None)
 
-        def run(
-            pool: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
-        ) -> tuple[Tensor, ...] | None:
+        def run(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made | None:
             found = self.sizes(pool, shapes)
             if found is None:
                 return None
@@ -163,12 +161,7 @@ class Fused:
 
 
 def choose(
-    ones: Sequence[One],
-    pool: Sequence[Tensor],
-    options: Options,
-    kernels: dict[Hashable, Fused],
-    *,
-    deterministic: bool,
+    ones: Sequence[One], pool: Pool, options: Options, kernels: dict[Hashable, Fused], *, deterministic: bool
 ) -> tuple[Fused | None, str]:
     """Select a kernel that computes several statements at once, or none, and say why.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
-from insum_nn.compiler.lang.printed import Sizes
+from insum_nn.compiler.lang.printed import Lists, Sizes
 from insum_nn.compiler.runtime.artifact import Artifact, Step
 from insum_nn.compiler.runtime.dispatch import Spec, dtype_of, run_plain
 from insum_nn.compiler.runtime.execution import sharing
@@ -38,11 +38,7 @@ class StatementGraph:
         self._artifacts: dict[tuple[torch.dtype, ...], Artifact] = {}
 
     def run(
-        self,
-        pool: Sequence[Tensor | None],
-        extents: Sequence[Sizes],
-        shapes: Sequence[Sizes],
-        run: RunStatement = run_plain,
+        self, pool: Sequence[Tensor | None], extents: Lists, shapes: Lists, run: RunStatement = run_plain
     ) -> Sequence[Tensor]:
         """Return the outputs.
 
