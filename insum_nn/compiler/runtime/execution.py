@@ -32,17 +32,7 @@ from insum_nn.compiler.runtime.backends import choose_backend, require_compiler,
 from insum_nn.compiler.runtime.fixed_extents import fixed_extents
 from insum_nn.compiler.runtime.library_calls import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.runtime.read_cells import UnreadCells
-from insum_nn.compiler.runtime.statement_cuts import (
-    WHOLE,
-    Part,
-    Tree,
-    decide,
-    decide_by_tables,
-    holds,
-    parts_of,
-    sizes_of,
-    total,
-)
+from insum_nn.compiler.runtime.statement_cuts import WHOLE, Part, Tree, decide, sizes_of, total
 from insum_nn.compiler.schedule.form import FormError
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes
 from insum_nn.compiler.tuning.build_once import BuildOnce, CacheKey, shared_key
@@ -217,7 +207,7 @@ class Executables:
         tree, sizes = self._decided(tensors, extents)
         if tree.cut is None:
             return self.whole(extents)
-        options, parts = self.options, parts_of(self.bound, sizes, tree, self.static)
+        options, parts = self.options, tree.parts(self.bound, sizes, self.static)
         costs, reason = (total(parts, options), total((Part(self.bound, sizes, ""),), options)), "the statement runs as"
         own = self._in_c(tree, sizes, 0, range(len(tensors)), 0, 1)
         found = own and c_program(own, (len(extents.indices),), len(tensors), options, extents, reason)
@@ -237,7 +227,7 @@ class Executables:
         tree = self._tree(
             replace(sizes, indices=indices, shapes=shapes, output=tuple(map(hint, extents.output))), tensors
         )
-        return () if tree.cut is None else parts_of(self.bound, sizes, tree, self.static)
+        return () if tree.cut is None else tree.parts(self.bound, sizes, self.static)
 
     def in_c(
         self, tensors: Sequence[Tensor], extents: Extents, number: int, places: Sequence[int], output: int, made: int
@@ -262,7 +252,7 @@ class Executables:
         if cut is None:
             own = self._part(tuple(map(sizes.indices.__getitem__, indices)), number, places, output)
             return (own,) if self.backend == "c" else None
-        parts = parts_of(self.bound, sizes, tree, self.static)
+        parts = tree.parts(self.bound, sizes, self.static)
         every = [Executables(part.bound, self.options, part.static) for part in parts]
         if not self.static or any(own.backend != "c" for own in every):
             return None
@@ -299,13 +289,12 @@ class Executables:
         every = [*sizes.indices.values(), *sizes.output, *chain.from_iterable(sizes.shapes.values())]
         if 0 in every:
             return WHOLE
-        if self.static:
-            return decide_by_tables(self.bound, self.options, self.static, sizes)
         # Programs are forgotten together, so that a test or a user who clears the cache sees all of it made again.
         bucket = (generation(), *[(size * size).bit_length() for size in every])
-        tree = self._trees.get(bucket)
-        if tree is None or not holds(tree, self.bound, sizes):
-            tree = decide(self.bound, self.options, sizes, tensors)
+        # Tables are cut for the sizes of a call.
+        tree = None if self.static else self._trees.get(bucket)
+        if tree is None or not tree.holds(self.bound, sizes):
+            tree = decide(self.bound, self.options, self.static, sizes, tensors)
             if tree is None:
                 return WHOLE
             insert(self._trees, bucket, tree, _LIMIT)

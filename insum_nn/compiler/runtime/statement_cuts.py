@@ -30,7 +30,7 @@ from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machin
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 
-__all__ = ["WHOLE", "Part", "Tree", "decide", "decide_by_tables", "holds", "parts_of", "sizes_of", "total"]
+__all__ = ["WHOLE", "Part", "Tree", "decide", "sizes_of", "total"]
 
 # A statement is cut if that costs less than this share of the whole: counts are no times. For products of blocks they
 # agree with times measured on a CPU and a GPU, so there they decide.
@@ -49,6 +49,20 @@ class Tree(NamedTuple):
     cut: Cut | None = None
     first: Tree | None = None
     second: Tree | None = None
+
+    def parts(self, bound: Bound, sizes: Sizes, static: Tables = ()) -> tuple[Part, ...]:
+        """The statements that it makes of one, in their order."""
+        return tuple(_parts(Part(bound, sizes, "", static), self))
+
+    def holds(self, bound: Bound, sizes: Sizes) -> bool:
+        """Whether what was decided at other sizes is right at these."""
+        if self.cut is None:
+            return True
+        # A cut that does not fit has no parts.
+        return _fits(self.cut, bound, sizes) and all(
+            inner is not None and inner.holds(part.bound, part.sizes)
+            for part, inner in zip(_both(self.cut, bound, sizes), (self.first, self.second), strict=True)
+        )
 
 
 WHOLE = Tree()
@@ -148,11 +162,6 @@ def _bound(bound: Bound, cut: Cut, *, last: bool) -> Bound:
     )
 
 
-def parts_of(bound: Bound, sizes: Sizes, tree: Tree, static: Tables = ()) -> tuple[Part, ...]:
-    """The statements that a decision makes of one, in their order."""
-    return tuple(_parts(Part(bound, sizes, "", static), tree))
-
-
 def _parts(part: Part, tree: Tree) -> Iterator[Part]:
     if tree.cut is None:
         yield part
@@ -169,17 +178,13 @@ def _parts(part: Part, tree: Tree) -> Iterator[Part]:
 # The decision.
 
 
-def decide_by_tables(bound: Bound, options: Options, static: Tables, sizes: Sizes) -> Tree:
-    """What static tables decide: a kernel for a GPU shares what their entries have in common by itself."""
-    if bound.device_type != "cpu" or options.order != "cost" or options.backend not in ("auto", "c", "eager"):
-        return WHOLE
-    # They would be rounded in between.
-    cut = None if is_widened(bound.dtype) else split_static_tables(bound, static, sizes.indices)
-    return WHOLE if cut is None else Tree(cut, WHOLE, WHOLE)
-
-
-def decide(bound: Bound, options: Options, sizes: Sizes, tensors: Sequence[Tensor]) -> Tree | None:
+def decide(bound: Bound, options: Options, static: Tables, sizes: Sizes, tensors: Sequence[Tensor]) -> Tree | None:
     """Return the decision for the sizes of a call; `None`: it waits for entries that cannot be counted now."""
+    if static:
+        # A kernel for a GPU shares what their entries have in common by itself; half types would be rounded in between.
+        here = bound.device_type == "cpu" and options.order == "cost" and options.backend in ("auto", "c", "eager")
+        cut = split_static_tables(bound, static, sizes.indices) if here and not is_widened(bound.dtype) else None
+        return WHOLE if cut is None else Tree(cut, WHOLE, WHOLE)
     read = sum(math.prod(shape) for shape in sizes.shapes.values())
     room = max(_LEAST_ROOM, _ROOM * sizes.width * (read + math.prod(sizes.output)))
     taken = frozenset((bound.statement.output.name, *sizes.shapes))
@@ -247,14 +252,3 @@ def _clearing(part: Part) -> Cost:
 def total(parts: Sequence[Part], options: Options) -> Cost:
     """What several statements cost."""
     return sum((_price(p.bound, p.sizes, options) + _clearing(p) for p in parts), Cost(0.0, 0.0, 0.0))
-
-
-def holds(tree: Tree, bound: Bound, sizes: Sizes) -> bool:
-    """Whether what was decided at other sizes is right at these."""
-    if tree.cut is None:
-        return True
-    # A cut that does not fit has no parts.
-    return _fits(tree.cut, bound, sizes) and all(
-        inner is not None and holds(inner, part.bound, part.sizes)
-        for part, inner in zip(_both(tree.cut, bound, sizes), (tree.first, tree.second), strict=True)
-    )
