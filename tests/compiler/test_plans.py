@@ -30,7 +30,6 @@ from insum_nn.compiler.schedule.coverage import Coverage
 from insum_nn.compiler.schedule.device import H200, without_measuring
 from insum_nn.compiler.schedule.form import Form, FormError, make_form
 from insum_nn.compiler.schedule.plan import Plan, keep_plans
-from insum_nn.compiler.tuning.cache_folder import sealed
 from insum_nn.compiler.tuning.database import versions
 from tests.compiler.corpus.statements import Entry, entries
 from tests.compiler.fused_cases import Together, draw, named, programs, run, shape_of
@@ -57,7 +56,7 @@ def noted(value: Any = 1) -> None:
 
 def known() -> Any:
     """What a process that begins now knows; nothing is noted, which would be written with the next decision."""
-    return Plan(KEY)._decisions.get('"what"')
+    return Plan(KEY)._decisions.get("what")
 
 
 # Statements.
@@ -232,9 +231,10 @@ def _empty(path: Path, _: Path) -> None:
 
 
 def _flip(path: Path, _: Path) -> None:
-    whole = path.read_bytes()
-    assert b": 41}" in whole
-    path.write_bytes(whole.replace(b": 41}", b": 42}"))
+    whole = bytearray(path.read_bytes())
+    assert whole.count(41) == 1
+    whole[whole.index(41)] = 42
+    path.write_bytes(whole)
 
 
 def _no_text(path: Path, _: Path) -> None:
@@ -259,26 +259,6 @@ def test_a_damaged_file_is_ignored_and_written_again(plans: Path, damage: Callab
     damage(path, other)
     noted(5)
     assert known() == 5
-
-
-def test_a_value_that_cannot_be_read_is_made_again():
-    noted("three")
-    plan = Plan(KEY)
-    assert plan.get("what", lambda: 3, str, int) == 3
-    keep_plans()
-    assert known() == "3"
-
-
-@pytest.mark.parametrize("wrong", [None, "abc", [[]], ["own", 0, "ab", 1]], ids=str)
-def test_decisions_of_a_wrong_shape_are_made_again(plans: Path, wrong: object):
-    some = [*itertools.islice(entries(), 0, None, 300)]
-    made = [planned(entry) for entry in some]
-    for whole in (False, True):
-        keep_plans()
-        for path in plans.iterdir():
-            key, found = json.loads(path.read_text().partition("\n")[2])
-            path.write_bytes(sealed(json.dumps([key, wrong if whole else dict.fromkeys(found, wrong)]).encode()))
-        assert [planned(entry) for entry in some] == made
 
 
 def test_a_folder_that_is_not_this_users_alone(plans: Path):

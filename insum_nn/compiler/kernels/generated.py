@@ -221,7 +221,7 @@ class Generated:
         """Whether a choice depends on the length of a call's longest row."""
         if form.row_index is None or form.additional:
             return False
-        few = form.plan.get(["few terms"], lambda: len(form.unrolled) <= MANY_TERMS, shape=bool)
+        few = form.plan.get("few terms", lambda: len(form.unrolled) <= MANY_TERMS)
         return few and form.product is None
 
     def undecided(self, tensors: Sequence[Tensor]) -> bool:

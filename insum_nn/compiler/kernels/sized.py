@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +19,7 @@ from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels.collection import block_of, write_collection
 from insum_nn.compiler.kernels.launch import launcher
 from insum_nn.compiler.kernels.row_partition import RowPartition, bitmasks_of
-from insum_nn.compiler.kernels.source import (
-    SOURCE_SHAPE,
-    Launcher,
-    Numbers,
-    OnDevice,
-    Source,
-    Strides,
-    initial_steps,
-    write_kernel,
-)
+from insum_nn.compiler.kernels.source import Launcher, Numbers, OnDevice, Source, Strides, initial_steps, write_kernel
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.schedule.additional import memory_of
@@ -127,11 +118,7 @@ class UnsizedKernel:
     def __init__(self, form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> None:
         self.form, self.strides = form, strides
         self.source = source = form.plan.get(
-            ["kernel", schedule.to_json(), asdict(strides), precision],
-            lambda: write_kernel(form, schedule, strides, precision),
-            Source.to_json,
-            lambda value: Source.from_json(value, form.bound),
-            SOURCE_SHAPE,
+            ("kernel", schedule, strides, precision), lambda: write_kernel(form, schedule, strides, precision)
         )
         self.numbers = Numbers(form.bound, source.arguments, source.grid, source.sizes)
         self.dtype = form.bound.out_dtype

@@ -26,7 +26,7 @@ from insum_nn.compiler.schedule.placement import extent_arguments, place_indices
 from insum_nn.dtypes import wide_dtype
 from insum_nn.locks import cached_property
 
-__all__ = ["SOURCE_SHAPE", "Argument", "Launcher", "Numbers", "OnDevice", "Source", "Strides"]
+__all__ = ["Argument", "Launcher", "Numbers", "OnDevice", "Source", "Strides"]
 __all__ += ["arguments_of", "initial_steps", "nest_of", "write_kernel"]
 
 
@@ -253,41 +253,6 @@ class Source:
     accumulator: torch.dtype
     finished: bool
     lanes: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "text": self.text,
-            "arguments": self.arguments,
-            "grid": self.grid,
-            "sizes": dict(self.sizes),
-            "schedule": self.schedule.to_json(),
-            "finished": self.finished,
-            "lanes": self.lanes,
-        }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any], bound: Bound) -> Source:
-        """From what `to_json` made of it."""
-        return Source(
-            value["text"],
-            tuple(Argument(*each) for each in value["arguments"]),
-            value["grid"],
-            {name: Argument(*each) for name, each in value["sizes"].items()},
-            Schedule.from_json(value["schedule"]),
-            wide_dtype(bound.dtype),
-            value["finished"],
-            value["lanes"],
-        )
-
-
-SOURCE_SHAPE = {
-    "text": str,
-    "arguments": [(str, int, int)],
-    "grid": str,
-    "sizes": dict,
-    "finished": bool,
-    "lanes": int,
-}
 
 
 def write_kernel(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Source:

@@ -227,13 +227,12 @@ def _walks(ones: Sequence[One], decided: _Plan) -> list[Walk]:
     """The index tensors by whose entries terms can be walked, the one by which a term reads and adds least first."""
     plan, numbers = decided
     names = [*numbers]
-    return plan.get(
-        ["walks"],
-        lambda: sorted(_all_walks(ones), key=lambda walk: _cost(ones, walk)),
-        lambda walks: [[numbers[name] for name in walk] for walk in walks],
-        lambda found: [(names[tensor], names[index]) for tensor, index in found],
-        [(int, int)],
-    )
+
+    def make() -> list[tuple[int, int]]:
+        walks = sorted(_all_walks(ones), key=lambda walk: _cost(ones, walk))
+        return [(numbers[tensor], numbers[index]) for tensor, index in walks]
+
+    return [(names[tensor], names[index]) for tensor, index in plan.get("walks", make)]
 
 
 def _all_walks(ones: Sequence[One]) -> list[Walk]:

@@ -296,7 +296,7 @@ def memory_of(form: Form, schedule: Schedule) -> tuple[Memory, ...]:
     """The memory of each additional output."""
     if not form.additional:
         return ()
-    adds = form.plan.get(["adds rows", schedule.to_json()], lambda: adds_rows(form, schedule), shape=bool)
+    adds = form.plan.get(("adds rows", schedule), lambda: adds_rows(form, schedule))
     names = form.bound.layout.tensors
     return tuple(
         Memory(names.index(each.like[0]), each.like[1], each.shape, each.scattered or (adds and each.reduced))

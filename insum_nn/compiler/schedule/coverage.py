@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any
 
 from insum_nn.compiler.ir.access import affine_terms, indices_in
 from insum_nn.compiler.ir.nodes import Expr, Index, Load
@@ -35,7 +34,7 @@ class Coverage:
         # `_placed`, `_entries`: axes that entries address which are unique, and the places of these entries' extents.
         # `_numbered`, `targets`: axes whose subscripts are numbers, or step from one, rather than an index of the whole
         # axis; and these.
-        found = form.plan.get(["coverage"], lambda: _covered(form), _shown, _read, _SHAPE)
+        found = form.plan.get("coverage", lambda: _covered(form))
         self.never, self._placed, self._entries, self._numbered, targets = found
         self.numbered = partial(_fills, targets, static)
         self._of_symbols = partial(_fills.__wrapped__, targets, static)
@@ -71,9 +70,6 @@ class Coverage:
         return (self.numbered if all(type(length) is int for length in lengths) else self._of_symbols)(lengths)
 
 
-_SHAPE = (bool, [int], [int], [int], [[(int, [(str, int)])]])
-
-
 def _covered(form: Form) -> _Covered:
     """What the attributes of a `Coverage` are."""
     # An entry that selects no matrix is in no tile.
@@ -99,16 +95,6 @@ def _target(subscript: Expr) -> _Target:
     steps = [(index.name, step) for index, step in atoms(subscript) if isinstance(index, Index)]
     assert len(steps) == len(atoms(subscript))
     return affine_terms(subscript)[1], tuple(steps)
-
-
-def _shown(found: _Covered) -> Any:
-    return *found[:4], sorted(found[4])
-
-
-def _read(value: Any) -> _Covered:
-    never, placed, entries, numbered, targets = value
-    cells = frozenset(tuple((at, tuple(map(tuple, steps))) for at, steps in target) for target in targets)
-    return never, tuple(placed), tuple(entries), tuple(numbered), cells
 
 
 def _product(extents: tuple[int, ...], places: tuple[int, ...]) -> int:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from insum_nn.compiler.ir import graph
 from insum_nn.compiler.ir.access import affine_terms, indices_in
@@ -173,7 +173,7 @@ class Form:
     @cached_property
     def product(self) -> Product | None:
         """The matrix product with the most work per value read, if there is one."""
-        return self.plan.get(["product"], lambda: _find_product(self), _shown, _read_product, _PRODUCT)
+        return self.plan.get("product", lambda: _find_product(self))
 
     @cached_property
     def accumulators(self) -> int:
@@ -344,13 +344,13 @@ def make_form(
     extents = Extents(tuple([sizes[name] for name in bound.layout.indices]), tuple(output))
     plan = Plan({**canonical_key(bound, tables), "bucket": list(size_bucket(extents))})
     unrolling = cache(lambda: choose_unrolling(bound, tables))
-    strategy, axis, static, unrolled = plan.get(["combine"], lambda: _combined(bound, unrolling()), shape=_COMBINED)
+    strategy, axis, static, unrolled = plan.get("combine", lambda: _combined(bound, unrolling()))
     kernel, cells = build(bound), dict[str, int]()
     if gathered and not unrolled:
         kernel = gather_writes(kernel)
         cells = cells_of(kernel)
         plan = plan.at(gathered=True)
-        strategy, axis = plan.get(["combine"], lambda: output_strategy(bound, unrolling(), cells), shape=(str, int))
+        strategy, axis = plan.get("combine", lambda: output_strategy(bound, unrolling(), cells))
     read = statement.output.subscripts[axis].indirect if strategy == "own" else None
     row_index, entries, permuted = None, (), False
     if read is not None:
@@ -496,17 +496,6 @@ def _weigh(
     work = math.prod(min(s, 128) for s in sizes)
     reads = min(sizes[0], 128) * min(sizes[1], 128) * len(left) + min(sizes[1], 128) * min(sizes[2], 128) * len(right)
     return work / reads, Product(tuple(left), tuple(right), tuple(m), tuple(k), tuple(n))
-
-
-_COMBINED, _PRODUCT = (str, int, [str], [str]), [([int], [int], [str], [str], [str])]
-
-
-def _shown(product: Product | None) -> list[Product]:
-    return [] if product is None else [product]
-
-
-def _read_product(value: Any) -> Product | None:
-    return Product(*map(tuple, value[0])) if value else None
 
 
 def _named(depends: frozenset[str], form: Form) -> frozenset[str]:

@@ -93,7 +93,7 @@ def _lanes(form: Form, indices: list[str], lanes: int, least: int = 1) -> Lanes 
 
 def element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
     """Candidates for rows, columns and sums of a tile that is multiplied element by element."""
-    rows, columns, summed = form.plan.get(["axes"], lambda: _element_axes(form), shape=([str], [str], [str]))
+    rows, columns, summed = form.plan.get("axes", lambda: _element_axes(form))
     return [*rows], [*columns], [*summed]
 
 

@@ -1,8 +1,9 @@
 """What was decided for a statement, on disk: a later process builds no algorithm, selects nothing and writes no text.
 
-A file of the cache folder holds it as JSON, by name, for one canonical statement and bucket of sizes, one version of
-torch and Triton, and one state of the compiler's own files. What is not found there is made, and noted. Files of other
-versions and states are deleted `_DAYS` after they were written, by the first process that writes then.
+A file of the cache folder holds it by name, for one canonical statement and bucket of sizes, one version of torch and
+Triton, and one state of the compiler's own files. What is not found there is made, and noted. Files of other versions
+and states are deleted `_DAYS` after they were written, by the first process that writes then. Decisions are pickled: as
+texts of kernels are among them, which are run, no other folder is read than one of this user alone.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import pickle
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from insum_nn.compiler.tuning.cache_folder import read, remove, sealed, times, unsealed, write
-from insum_nn.compiler.tuning.database import UNREADABLE, versions
+from insum_nn.compiler.tuning.database import versions
 from insum_nn.locks import cached_property, new_lock
 from insum_nn.version import __version__
 
@@ -65,7 +66,7 @@ class Plan:
         return json.dumps([self.key, versions(), __version__, _compiler()], sort_keys=True)
 
     @cached_property
-    def _decisions(self) -> dict[str, Any]:
+    def _decisions(self) -> dict[Hashable, Any]:
         return self._read()
 
     def at(self, **more: Any) -> Plan:
@@ -74,52 +75,30 @@ class Plan:
             return self
         return Plan({**self.key, **more})
 
-    def get(
-        self,
-        name: object,
-        make: Callable[[], T],
-        show: Callable[[T], Any] = lambda value: value,
-        read: Callable[[Any], T] = lambda value: value,
-        shape: Any = object,
-    ) -> T:
-        """Return a decision, made now if it is not known.
-
-        Args:
-            name: its name, as JSON.
-            make: makes it.
-            show: as JSON.
-            read: from that JSON; raises one of `UNREADABLE` if it was not written by `show`.
-            shape: of that JSON, as `_fits` has it; what has another one on disk is made again.
-        """
+    def get(self, name: Hashable, make: Callable[[], T]) -> T:
+        """Return a decision, made now if it is not known; nobody may change it."""
         if self.key is None:
             return make()
-        place = json.dumps(name, sort_keys=True)
-        if place in self._decisions:
-            with suppress(*UNREADABLE):
-                if _fits(self._decisions[place], shape):
-                    return read(self._decisions[place])
-        made = make()
-        self._decisions[place] = show(made)
-        with _lock:
-            _changed[self] = None
-        return made
+        if name not in self._decisions:
+            self._decisions[name] = make()
+            with _lock:
+                _changed[self] = None
+        return self._decisions[name]  # type: ignore[no-any-return]
 
     @property
     def _name(self) -> str:
         return f"{_state()}-{_digest(self._text)}"
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> dict[Hashable, Any]:
         """What is on disk; nothing if that is damaged, or was written for another key."""
-        with suppress(*UNREADABLE):
-            key, found = json.loads(unsealed(read("plans", self._name)) or "")
-            if key == self._text and isinstance(found, dict):
-                return found
-        return {}
+        # What is whole was written by `write`.
+        data = unsealed(read("plans", self._name))
+        key, found = ("", {}) if data is None else pickle.loads(data)
+        return found if key == self._text else {}
 
     def write(self) -> None:
         """Write it to disk, with what another process noted in the meantime."""
-        text = json.dumps([self._text, {**self._read(), **self._decisions}])
-        if write("plans", self._name, sealed(text.encode())):
+        if write("plans", self._name, sealed(pickle.dumps((self._text, {**self._read(), **self._decisions})))):
             _clear()
 
 
@@ -130,18 +109,6 @@ def _clear() -> None:
         _cleared = True
         own, oldest = _state(), (time.time() - _DAYS * 86_400) * 1e9
         remove("plans", [name for name, when in times("plans").items() if when < oldest and not name.startswith(own)])
-
-
-def _fits(value: Any, shape: Any) -> bool:
-    """Whether JSON has a shape: `[each]` is a list of any length, `(first, second)` one of this length, else a type."""
-    if isinstance(shape, type):
-        return shape is object or type(value) is shape
-    if isinstance(shape, dict):
-        return isinstance(value, dict) and all(_fits(value[name], each) for name, each in shape.items())
-    if not isinstance(value, (list, tuple)):
-        return False
-    shapes = shape if isinstance(shape, tuple) else shape * len(value)
-    return len(shapes) == len(value) and all(map(_fits, value, shapes))
 
 
 NO_PLAN = Plan(None)
