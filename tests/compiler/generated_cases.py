@@ -13,7 +13,7 @@ from torch import Tensor
 
 from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels.row_partition import partition_for
-from insum_nn.compiler.kernels.sized import Kernel, prepare_kernel
+from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.shapes import resolve_extents
@@ -475,10 +475,11 @@ def kernel_of(
     by_rows: bool = True,
     fixed: str | None = None,
     precision: Precision = "ieee",
-) -> tuple[Form, Kernel, Tensor]:
+) -> tuple[Form, UnsizedKernel, Tensor]:
     """The form, the kernel under a schedule, and what it computes."""
     form, ordered, extents = form_of(case, tensors, facts=facts, initial=initial, by_rows=by_rows, fixed=fixed)
     schedule = schedule or default_schedule(form)
     partition = partition_for(form, ordered, extents, schedule)
-    kernel = prepare_kernel(form, schedule, ordered, initial, extents, precision, partition)
-    return form, kernel, kernel(ordered, initial, partition)
+    strides = strides_of(form, ordered, extents, partition is not None and partition.split, initial)
+    kernel = UnsizedKernel(form, schedule, strides, precision)
+    return form, kernel, kernel.call(ordered, initial, *extents, partition)

@@ -244,7 +244,7 @@ def test_the_sum_of_divided_rows_is_a_launch_more():
 def test_a_tile_without_neighbours_is_skipped():
     case, tensors = drawn("convolution")
     _, kernel, _ = kernel_of(case, tensors, Schedule(m=16, n=16, k=16, dot=True))
-    names = kernel.of.form.bound.layout.tensors
+    names = kernel.form.bound.layout.tensors
     assert [names[a.place] for a in kernel.source.arguments if a.kind == "bitmasks"] == ["NB"]
 
 

@@ -165,7 +165,7 @@ class Generated:
         chosen = self._schedule(bucket, tensors, extents, initial)
         partition = partition_for(form, tensors, extents, chosen.candidate)
         kernel = self._kernel(bucket, chosen.candidate, tensors, extents, initial, partition)
-        sources = [kernel.source] if kernel.sized(tensors, initial, extents, partition).grid else []
+        sources = [kernel.source] if kernel.arguments(tensors, initial, extents, partition)[1] else []
         if sources and partition is not None and partition.slots:
             assert kernel.collector is not None
             cells = [*extents.output[: form.row_axis], *extents.output[form.row_axis + 1 :]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from insum_nn.compiler.schedule.form import Form
 from insum_nn.dtypes import dtype_of
 from insum_nn.locks import cached_property
 
-__all__ = ["WIDE", "Kernel", "UnsizedKernel", "prepare_kernel", "reach_of", "strides_of", "types_of"]
+__all__ = ["WIDE", "UnsizedKernel", "reach_of", "strides_of", "types_of"]
 
 # Elements from which some offset may need 64 bits.
 WIDE = 2**31 - 2**16
@@ -55,44 +54,6 @@ def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: b
 def reach_of(tensor: Tensor) -> int:
     """Elements from the first to the last one of a tensor as it lies in memory."""
     return 1 + sum((extent - 1) * abs(step) for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel and the sizes of a call: what `explain` describes, and what is measured.
-
-    Attributes:
-        of: the kernel for all sizes.
-        extents: the sizes.
-        grid: how many programs it has; with none, nothing is launched.
-        compile_ahead: compiles it on behalf of a later launch.
-    """
-
-    of: UnsizedKernel
-    extents: Extents
-    grid: int
-    compile_ahead: Callable[[], None]
-
-    @property
-    def source(self) -> Source:
-        """Its text."""
-        return self.of.source
-
-    def __call__(
-        self,
-        tensors: Sequence[Tensor],
-        initial: Tensor | None,
-        partition: RowPartition | None,
-        additional: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """The statement's output; further ones are written to `additional`."""
-        return self.of.call(tensors, initial, self.extents.indices, self.extents.output, partition, additional)
-
-    def further_launches(self, partition: RowPartition | None) -> int:
-        """What a call launches in addition: sums of divided rows and of the parts of one sum, and their dtype."""
-        divided = partition is not None and partition.slots > 0
-        split = self.source.schedule.splits > 1
-        return divided + split + (split and self.source.accumulator != self.of.dtype)
 
 
 class UnsizedKernel:
@@ -277,18 +238,18 @@ class UnsizedKernel:
             launch = self._launches[key] = launcher(self.source, types, even, device, self.strides.wide)
         return launch
 
-    def sized(
+    def arguments(
         self, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, partition: RowPartition | None
-    ) -> Kernel:
-        """The kernel for tensors of these shapes."""
+    ) -> tuple[list[Any], int]:
+        """The parameters of a call, with `None` for pointers, and how many programs are launched."""
         rows = None if partition is None else partition.rows
-        arguments, grid = self.numbers.of(tensors, initial, extents.indices, extents.output, rows)
+        return self.numbers.of(tensors, initial, extents.indices, extents.output, rows)
 
-        def compile_ahead() -> None:
-            if grid:
-                self.launcher(arguments, tensors, partition).compile_ahead()
-
-        return Kernel(self, extents, grid, compile_ahead)
+    def further_launches(self, partition: RowPartition | None) -> int:
+        """What a call launches in addition: sums of divided rows and of the parts of one sum, and their dtype."""
+        divided = partition is not None and partition.slots > 0
+        split = self.source.schedule.splits > 1
+        return divided + split + (split and self.source.accumulator != self.dtype)
 
     def additional(self, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[Tensor]:
         """Memory for further outputs: empty where every cell is written, once."""
@@ -341,30 +302,6 @@ class UnsizedKernel:
         if not self.source.finished:
             made = self.form.bound.epilogue.activated(made)
         return made if made.dtype == self.dtype else made.to(self.dtype)
-
-
-def prepare_kernel(
-    form: Form,
-    schedule: Schedule,
-    tensors: Sequence[Tensor],
-    initial: Tensor | None,
-    extents: Extents,
-    precision: Precision,
-    partition: RowPartition | None,
-) -> Kernel:
-    """The kernel of a form for tensors of these shapes.
-
-    Args:
-        form: what to compute.
-        schedule: how.
-        tensors: in the layout's order.
-        initial: the initial value.
-        extents: the call's sizes.
-        precision: of float32 products in the matrix unit.
-        partition: the row partition of the terms, where the form has one.
-    """
-    strides = strides_of(form, tensors, extents, partition is not None and partition.split, initial)
-    return UnsizedKernel(form, schedule, strides, precision).sized(tensors, initial, extents, partition)
 
 
 def types_of(form: Form, source: Source, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[str | None]:

@@ -19,7 +19,7 @@ from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import UndecidedError, collecting, rehearsing
 from insum_nn.compiler.kernels.launch import interpreted
 from insum_nn.compiler.kernels.row_partition import partition_for
-from insum_nn.compiler.kernels.sized import prepare_kernel
+from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule.defaults import default_schedule
@@ -298,17 +298,19 @@ class _Trial:
         initial: Tensor | None,
         precision: Precision,
     ) -> None:
-        self.schedule = schedule
-        self.tensors = tensors
-        self.initial = initial
+        self.schedule, self.tensors, self.initial, self.extents = schedule, tensors, initial, extents
         self.partition = partition_for(form, tensors, extents, schedule)
-        self.kernel = prepare_kernel(form, schedule, tensors, initial, extents, precision, self.partition)
+        divided = self.partition is not None and self.partition.split
+        strides = strides_of(form, tensors, extents, divided, initial)
+        self.kernel = UnsizedKernel(form, schedule, strides, precision)
         self.additional: list[Tensor] | None = None
 
     def compile(self) -> bool:
         """Whether there is machine code for the schedule."""
         try:
-            self.kernel.compile_ahead()
+            arguments, grid = self.kernel.arguments(self.tensors, self.initial, self.extents, self.partition)
+            if grid:
+                self.kernel.launcher(arguments, self.tensors, self.partition).compile_ahead()
         except Exception as error:
             return self.refused(error)
         return True
@@ -344,5 +346,5 @@ class _Trial:
 
     def run(self) -> Tensor:
         if self.additional is None:
-            self.additional = self.kernel.of.additional(self.tensors, self.partition)
-        return self.kernel(self.tensors, self.initial, self.partition, self.additional)
+            self.additional = self.kernel.additional(self.tensors, self.partition)
+        return self.kernel.call(self.tensors, self.initial, *self.extents, self.partition, self.additional)
