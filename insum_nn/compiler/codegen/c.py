@@ -328,9 +328,8 @@ class _Printer(Values):
         # What passes the end is added to the same sums, or is alone.
         every = [slot for *_, each in pieces for slot in each]
         slots = [*{slot[:2]: slot for slot in every}.values()]
-        # Rows that are terms add to the same cells.
-        rows = range(1 if self.place.streams else self.rows)
-        targets = [(target, row) for target in dict.fromkeys(store.subscripts for store in self.stores) for row in rows]
+        cells = dict.fromkeys(store.subscripts for store in self.stores)
+        targets = [(target, row) for target in cells for row in range(self.rows)]
         begin = "" if self.mode == "add" else f"{self.helpers.identity(self.mode)} + "
         with self.block():
             for target in targets:
@@ -401,7 +400,7 @@ class _Printer(Values):
             groups.setdefault((store.subscripts, self.range_of(store), lanes), []).append(scalar)
         one = literal(1, self.dtype)
         for (target, range_, lanes), scalars in groups.items():
-            key = target, 0 if self.place.streams else row
+            key = target, row
             name = self.accumulators[key, slot[:2]]
             for each in [scalars] if self.mode == "add" else [[scalar] for scalar in scalars]:
                 scalar = " + ".join(each)
@@ -494,16 +493,11 @@ class _Printer(Values):
     def write(self, store: Store, row: int, own: Mapping[Slot, str], total: str | None) -> None:
         """Write a cell for each lane, or one for all."""
         # A row that takes no part has no address.
-        asked = row in self.flags and not self.place.streams
-        with self.block(f"if ({self.flags[row][0]}) {{") if asked else nullcontext():
+        with self.block(f"if ({self.flags[row][0]}) {{") if row in self.flags else nullcontext():
             if total is not None:
                 self.cell(store, row, Slot(1, 0), total, None, along=False)
                 return
             range_ = self.range_of(store, self.first_sum)
-            if range_ is not None and self.place.streams:
-                # Each row has a range of its own, and is 0 outside of it.
-                same = tuple(c for c in range_.conditions if not self.blocked(c))
-                range_ = Range(same) if same else None
             if range_ is not None:
                 self.skips = True
                 if (range_, self.row_of(row, *range_.conditions)) not in self.names:

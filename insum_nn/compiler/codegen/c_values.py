@@ -79,12 +79,12 @@ class Values:
         self.v = lanes.index if lanes else None
         self.reduces = lanes is not None and lanes.role == "sum"
         rows = self.place.rows
-        self.around = [*self.place.outer, *([rows] if rows else []), *self.place.inner]
+        self.around = [*self.place.outer, *([rows] if rows else [])]
         self.order = [loop.index for loop in (*self.around, *self.place.sums)]
         self.first_sum = len(self.around)
         self.has_initial = self.result.initial == "tensor"
         # Sums of several points meet in memory; of numbers that are rounded or changed there, in memory of their own.
-        self.scattered = not self.cells.once or self.place.streams
+        self.scattered = not self.cells.once
         plain = self.mode == "add" and self.result.activation is None and self.out.dtype == self.dtype
         self.apart_sums = self.scattered and not (plain and not dtype_of(self.dtype).is_widened)
         self.common = [c for c in conjuncts(self.stores[0].where)]
@@ -257,7 +257,7 @@ class Values:
                 self.declare_load(node)
             elif not self.varies(node):
                 flagged |= self.condition(node, depth)
-        if flagged and (depth >= self.first_sum or self.place.streams):
+        if flagged and depth >= self.first_sum:
             self.line(f"if (!({' | '.join(self.flags[r][0] for r in range(self.rows))})) continue;")
 
     def declare_load(self, load: Load) -> None:

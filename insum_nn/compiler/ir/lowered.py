@@ -55,8 +55,7 @@ class Placement:
         schedule: `m` rows of the block, `n` numbers along the lanes of the output at a time, `k` along those of a sum.
         width: lanes of a vector.
         outer: loops over cells, outermost first.
-        rows: the loop of the register block. One over terms adds several of them to cells that stay in memory.
-        inner: loops over cells inside of that one.
+        rows: the loop over cells of the register block.
         sums: loops over terms, outermost first.
         lanes: the loop along vectors; it is over cells, or over terms and then the innermost.
         batches: stores whose sums are made in the same walk over the terms.
@@ -66,15 +65,9 @@ class Placement:
     width: int
     outer: tuple[Loop, ...]
     rows: Loop | None
-    inner: tuple[Loop, ...]
     sums: tuple[Loop, ...]
     lanes: Loop | None
     batches: tuple[tuple[Store, ...], ...]
-
-    @property
-    def streams(self) -> bool:
-        """Whether terms are walked outside of the cells that they add to."""
-        return self.rows is not None and self.rows.role == "sum"
 
 
 @dataclass(frozen=True, slots=True)

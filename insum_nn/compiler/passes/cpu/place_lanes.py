@@ -28,8 +28,6 @@ _VECTORS = 4
 _CELLS = 6
 # Stores at most that are divided so.
 _ALIKE = 192
-# Terms that are added at a time to cells in memory, and the cells that the nearest cache holds beside them.
-_STREAMED, _NEAR = 4, 8192
 
 
 def place_lanes(kernel: Kernel, cells: WrittenCells, vector_bytes: int, registers: int) -> Placement:
@@ -52,25 +50,21 @@ def place_lanes(kernel: Kernel, cells: WrittenCells, vector_bytes: int, register
     # Several cells of a term share the registers.
     most = max(1, min(_VECTORS, registers // targets))
     each = width * min(most, -(-(extent_of(lanes) or width * most) // width)) if lanes else 1
-    stream, inner = _streamed(loops, stores, lanes, each)
-    if stream is not None:
-        rows, count = stream, _STREAMED
-    else:
-        rows, count = _rows(loops, stores, lanes, bounds, each // width if lanes else 1, targets, registers)
-        if len(batches) > 1:
-            count = min(count, max(1, registers // (targets * max(1, each // width))))
-            rows = rows if count > 1 else None
+    rows, count = _rows(loops, stores, lanes, bounds, each // width if lanes else 1, targets, registers)
+    if len(batches) > 1:
+        count = min(count, max(1, registers // (targets * max(1, each // width))))
+        rows = rows if count > 1 else None
     written = indices_in(*(s for store in stores for s in store.subscripts if not isinstance(s, Index)))
-    outer = [loop for loop in loops if loop.role == "free" and loop not in (lanes, rows, *inner)]
+    outer = [loop for loop in loops if loop.role == "free" and loop not in (lanes, rows)]
     # Loops that write apart can be divided among threads; a walk over entries is the longest.
     outer.sort(key=lambda loop: (loop.index is not ROW, loop.index not in cells.apart, loop.index not in written))
-    sums = [loop for loop in loops if loop.role == "sum" and loop not in (lanes, rows)]
+    sums = [loop for loop in loops if loop.role == "sum" and loop is not lanes]
     reads = [node for store in stores for node in walk(store.value) if isinstance(node, Load)]
     index_reads = [read for read in reads if is_index(read.buffer)]
     sums.sort(key=lambda loop: (loop.index is not ENTRY, -sum(loop.index in indices_in(read) for read in index_reads)))
     along_cells = lanes is not None and lanes.role == "free"
     schedule = Schedule(m=count, n=each if along_cells else 1, k=each if lanes and not along_cells else 1)
-    return Placement(schedule, width, tuple(outer), rows, tuple(inner), tuple(sums), lanes, batches)
+    return Placement(schedule, width, tuple(outer), rows, tuple(sums), lanes, batches)
 
 
 def _batches(loops: Sequence[Loop], stores: Sequence[Store], lanes: Loop | None) -> tuple[tuple[Store, ...], ...]:
@@ -137,41 +131,6 @@ def _lanes(loops: Sequence[Loop], stores: Sequence[Store], bounds: set[Index], w
     if not costs or min(costs)[0] >= 0.8 * (len([v for v in values if isinstance(v, Load)]) + 0.5):
         return None
     return loops[min(costs)[1]]
-
-
-def _streamed(
-    loops: Sequence[Loop], stores: Sequence[Store], lanes: Loop | None, each: int
-) -> tuple[Loop | None, list[Loop]]:
-    """A long sum that is walked once, while the cells that it adds to stay in the cache, and the loops over these.
-
-    Blocks of cells in registers would walk it once each, which costs more where it gathers what it reads: the gradient
-    of a matrix that many entries share took 1.4 to 1.6 times as long.
-    """
-    free = [loop for loop in loops if loop.role == "free"]
-    sums = [loop for loop in loops if loop.role == "sum"]
-    if (
-        len(sums) != 1
-        or extent_of(sums[0]) is not None
-        or len(stores) > 1
-        or stores[0].combine != "add"
-        or lanes is None
-        or lanes.role != "free"
-    ):
-        return None, []
-    (stream,), inner, count = sums, list[Loop](), extent_of(lanes) or _NEAR
-    for loop in reversed(free):
-        extent = extent_of(loop)
-        if loop is not lanes and extent is not None and count * extent <= _NEAR and loop is not free[0]:
-            inner.insert(0, loop)
-            count *= extent
-    reads = [f for f in factors_of(stores[0].value) if stream.index in indices_in(f)]
-    cells = {lanes.index, *(loop.index for loop in inner)}
-    looked_up = any(
-        isinstance(node, Load) for f in reads if isinstance(f, Load) for s in f.subscripts for node in walk(s)
-    )
-    if count < 4 * each * 3 or not looked_up or any(cells <= indices_in(f) for f in reads):
-        return None, []
-    return stream, inner
 
 
 def _bounds_range(condition: Expr, index: Index) -> bool:
