@@ -69,7 +69,7 @@ def test_what_machine_code_depends_on_tells_kernels_apart(folder: Path, monkeypa
 
 def test_other_processes_tell_the_digest(folder: Path):
     kernel = code("stored", KERNEL)
-    (first,) = compile_all([kernel])
+    (first,) = compile_all([kernel], 1)
     assert not first.found
     assert find_code(kernel) is not None
 

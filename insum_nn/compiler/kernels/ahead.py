@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -155,22 +155,16 @@ def default_workers(kernels: int) -> int:
 
 
 def compile_all(
-    codes: Sequence[KernelCode], workers: int | None = None, step: Callable[[Compiled], None] = lambda _: None
+    codes: Sequence[KernelCode], workers: int, step: Callable[[Compiled], None] = lambda _: None
 ) -> list[Compiled]:
     """Compile kernels in processes of their own, for the cache on disk.
 
     Args:
         codes: the kernels; those that take longest begin first, since all wait for the last to end.
-        workers: number of processes; by default as many as this one may use processors.
+        workers: number of processes.
         step: called after each.
     """
-    if not codes:
-        return []
-    count = default_workers(len(codes)) if workers is None else max(1, min(workers, len(codes)))
     idle: SimpleQueue[Worker] = SimpleQueue()
-    started = [Worker() for _ in range(count)]
-    for worker in started:
-        idle.put(worker)
 
     def one(code: KernelCode) -> Compiled:
         worker = idle.get()
@@ -181,13 +175,12 @@ def compile_all(
         step(compiled)
         return compiled
 
-    order = sorted(codes, key=lambda code: -code.effort)
-    try:
-        with ThreadPoolExecutor(count) as pool:
-            done = {compiled.code: compiled for compiled in pool.map(one, order)}
-    finally:
-        for worker in started:
-            worker.close()
+    with ExitStack() as stack:
+        for _ in range(workers):
+            idle.put(stack.enter_context(closing(Worker())))
+        pool = stack.enter_context(ThreadPoolExecutor(workers))
+        order = sorted(codes, key=lambda code: -code.effort)
+        done = {compiled.code: compiled for compiled in pool.map(one, order)}
     return [done[code] for code in codes]
 
 
