@@ -176,3 +176,21 @@ def test_accumulators_of_float64_take_two_registers(points: int, groups: tuple[i
         form = make_form(bound, sizes, (10, points, 16), tables, deterministic=False)
         assert (form.strategy, form.accumulators) == ("own", points)
         assert default_schedule(form).groups == wanted
+
+
+@pytest.mark.parametrize(("rows", "points", "chunk"), [(2, 1000, 8), (2, 32, 128), (4000, 1000, 512)])
+def test_long_code_over_few_rows_is_divided(rows: int, points: int, chunk: int):
+    """The gradient of weights by element: with two elements, two rows of a thousand atoms."""
+    tensors = {
+        "Z": torch.arange(2),
+        "I": torch.tensor([1, 0, *range(2, points)]),
+        "X": torch.ones(2, points, 64),
+        "G": torch.ones(2, 64),
+    }
+    facts = {name: IndexFacts(masked=False, proven=True) for name in "ZI"}
+    bound = bind(parse("W[Z[n],u] += G[n,u] * X[n,I[p],u]"), tensors, None, facts=facts)
+    sizes = {"n": 2000, "p": points, "u": 64}
+    bound = replace(bound, static=tuple((name, size) for name, size in sizes.items() if name != "n"))
+    form = make_form(bound, sizes, (rows, 64), {"I": StaticTable.of(tensors["I"])}, deterministic=True)
+    assert form.row_index is not None
+    assert default_schedule(form).chunk == chunk

@@ -270,7 +270,7 @@ class LayerCase:
             size = float(want.abs().max()) if name == "output" and want.numel() else largest
             kind = "sum" if name == "output" else "gradient"
             try:
-                assert_matches(found[name], want, dtype=dtype, kind=kind, scale=self.ROUNDINGS * size)
+                assert_matches(found[name].cpu(), want, dtype=dtype, kind=kind, scale=self.ROUNDINGS * size)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
 
@@ -298,8 +298,11 @@ class LayerCase:
     def test_derivatives(self, device: torch.device):
         run, values = with_parameters(self.module().to(device), tuple(t.to(device) for t in self.inputs(4)))
         modes = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
-        assert gradcheck(run, values, fast_mode=True, **modes)
-        assert gradgradcheck(run, values, fast_mode=True, check_batched_grad=True, check_fwd_over_rev=True)
+        # Programs of a GPU that meet in memory add up in any order.
+        order = 1e-12 if device.type == "cuda" else 0.0
+        assert gradcheck(run, values, fast_mode=True, nondet_tol=order, **modes)
+        modes = {"check_batched_grad": True, "check_fwd_over_rev": True}
+        assert gradgradcheck(run, values, fast_mode=True, nondet_tol=order, **modes)
 
     def test_functions_of_torch(self):
         """`vmap` and `grad` of `torch.func`."""

@@ -129,8 +129,8 @@ def _default_unrolled(form: Form) -> Schedule:
             k = min(64, power(form.size(summed[-1]))) if summed else 1
             m = max(1, 64 // k)
         groups = max(1, min(4, round(accumulators / 24)))
-        # Long code: a program of one warp is worth its parts after a few entries.
-        chunk = _chunk(form, n, 8, 4 * _ENOUGH // groups)
+        # The longer the code, the fewer entries are worth a part: of 1,500 lines an H200 took 5 us an entry.
+        chunk = _chunk(form, n, max(8, power(4 * _LONG // len(form.unrolled))), 4 * _ENOUGH // groups)
         return Schedule(m=m, n=n, k=k, groups=groups, warps=1, chunk=chunk)
     if not columns and static_rows:
         k = min(64, power(form.size(summed[-1]))) if summed else 1

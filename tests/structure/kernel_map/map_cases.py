@@ -13,7 +13,7 @@ from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap, build_kernel_map
 from tests.ops.conv_oracle import geometry, random_sites
 
-__all__ = ["BAD_ROWS", "MOVES", "SHAPES", "bad_sites", "both", "by_torch", "made_by_kernels", "sites_of"]
+__all__ = ["BAD_ROWS", "MOVES", "SHAPES", "bad_sites", "both", "by_outputs", "by_torch", "made_by_kernels", "sites_of"]
 
 MOVES = [
     geometry("subm", (3,)),
@@ -73,6 +73,13 @@ def by_torch() -> Generator[None]:
         yield
     finally:
         written.WrittenKernels.launchers = launchers  # type: ignore[method-assign]
+
+
+def by_outputs(near: KernelMap) -> dict[str, Tensor]:
+    """The list of pairs by offset, then by output; on a GPU an offset's are in the order of the table's columns."""
+    pairs = near.pair_list
+    order = (pairs["Off"].long() * near.num_outputs + pairs["OutIdx"]).argsort()
+    return {name: part[order] for name, part in pairs.items()}
 
 
 def made_by_kernels(near: KernelMap) -> bool:

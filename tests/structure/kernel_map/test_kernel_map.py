@@ -14,6 +14,7 @@ from insum_nn.structure.kernel_map import Geometry, KernelMap, Pairs, build, sea
 from insum_nn.structure.kernel_map.build import build_kernel_map
 from insum_nn.structure.kernel_map.tables import group_pairs
 from tests.ops.conv_oracle import geometry, random_sites, reached
+from tests.structure.kernel_map.map_cases import by_outputs
 
 GEOMETRIES = [
     geometry("subm", (3, 3)),
@@ -305,10 +306,10 @@ class TestBadInput:
 )
 def test_the_list_holds_every_pair_once(how, by_table, device):
     near = build_kernel_map(random_sites((6, 5), 2, 11, device=device), how, by_table=by_table)
-    listed, pairs = near.pair_list, near.pairs
+    listed, ordered, pairs = near.pair_list, by_outputs(near), near.pairs
     for name, want in (("Off", pairs.offset), ("OutIdx", pairs.output), ("InIdx", pairs.input)):
         assert listed[name].dtype == torch.int32
-        assert torch.equal(listed[name].long(), want)
+        assert torch.equal(ordered[name].long(), want)
     assert near.pair_list is listed
     assert near.inverse.pair_list["InIdx"] is listed["OutIdx"]
     assert near.inverse.pair_list["Off"] is listed["Off"]
