@@ -119,9 +119,9 @@ class SymmetricContraction(StatementLayer, nn.Module):
             self._dims.append(part[0].numel() // last ** len(part) // part[0].shape[-1])
         where = torch.cat(places)
         cells, cell = where[:, :-1].unique(dim=0, return_inverse=True)
-        at = torch.stack([cell, where[:, -1]])
-        # Sums of what is at one place.
-        whole = torch.sparse_coo_tensor(at, torch.cat(values), (len(cells), paths), check_invariants=True).to_dense()
+        # Sums of what is at one place; torch's sparse tensors would warn of their checks.
+        whole = torch.zeros(len(cells), paths, dtype=torch.float64)
+        whole.index_put_((cell, where[:, -1]), torch.cat(values), accumulate=True)
         whole[whole.abs() < _ROUNDING] = 0
         kept = _spanning(whole)
         row, path = whole[:, kept].nonzero(as_tuple=True)
