@@ -162,6 +162,10 @@ class TestGate(IrrepsCase):
     ERRORS = IrrepsCase.OF_ONE
     HOME = e3nn.nn
     inputs, sizes = batch(6)
+    if e3nn.__version__.startswith("0.4."):
+        NOT_PROMISED: ClassVar[Mapping[str, str]] = dict.fromkeys(
+            ("test_compiled", "test_exported_graphs_take_any_size"), "Dynamo asks e3nn 0.4 how long an irrep is"
+        )
 
     build = staticmethod(lambda home, **how: home.Gate("2x0e", [torch.tanh], "1x0e", [torch.sigmoid], "1x1o", **how))
 
