@@ -106,9 +106,9 @@ _CPU_PER_BYTE = {1: 1.0, 2: 1.0, 4: 3.0, 8: 1.5}
 _CPU_SINGLE, _CPU_CALL = 0.5, 2.5e5
 # A C function multiplies vectors, and keeps what it read for several rows.
 _C_SINGLE, _C_CALL = 1.5, 5e4
-# The rate of its products of blocks where vectors run along what is summed; bytes that take as long as a number of a
-# copy in another order. 1024 x 1024, 256 samples, float32, one thread.
-_ACROSS, _C_COPY = 0.4, 22.0
+# Its products of blocks, of fewer than 32 rows or columns and of more, and their rate where vectors run along what is
+# summed; bytes that take as long as a number of a copy in another order. 1024 x 1024, 256 samples, float32, one thread.
+_C_BLOCKS, _ACROSS, _C_COPY = (1.8, 2.3), 0.4, 22.0
 # Of a GPU with matrix units, through caches: see the measured orders of A X W in docs/performance.md.
 _GPU_PER_BYTE = {1: 100.0, 2: 100.0, 4: 12.0, 8: 6.0}
 _GPU_SINGLE, _GPU_CALL = 4.0, 6e6
@@ -191,7 +191,7 @@ def machine_of(device_type: str, width: int, *, pairwise: bool, library: bool = 
     if device_type == "cpu":
         if pairwise:
             return Machine(_CPU_PER_BYTE[width], _CPU_SINGLE, _CPU_CALL, pairwise)
-        return Machine(_CPU_PER_BYTE[width], _C_SINGLE, _C_CALL, pairwise, library=True, grouped=True)
+        return Machine(_C_SINGLE, _C_SINGLE, _C_CALL, pairwise, grouped=True)
     return Machine(_GPU_PER_BYTE[width], _GPU_SINGLE, _GPU_CALL, pairwise, library, tiled=not pairwise, adds=adds)
 
 
@@ -327,9 +327,11 @@ def _at_once(
         # The programs of a row of blocks find what they share in caches.
         side = min(sizes.indices[label] for label in profile.blocks)
         cells = sum(float(math.prod(sizes.shapes[name])) for name in profile.names)
-        device = "cpu" if machine.grouped else "cuda"
-        rate = machine.per_byte / (of_block(device, sizes.width, side) if machine.library else 1.0)
-        return cells, products, products / (rate * _ACROSS if machine.grouped and profile.across else rate)
+        if machine.grouped:
+            rate = _C_BLOCKS[side >= 32] * min(1.0, 4 / sizes.width) * (_ACROSS if profile.across else 1.0)
+        else:
+            rate = machine.per_byte / (of_block("cuda", sizes.width, side) if machine.library else 1.0)
+        return cells, products, products / rate
     if machine.grouped and profile.across and profile.labels == (profile.written,):
         return products, products, products * _C_COPY
     tiled = machine.tiled and _is_tiled(profile, sizes, products, machine)
@@ -337,7 +339,7 @@ def _at_once(
     rows = frozenset(access.name for access in output.nested())
     runs = [_in_runs(output, names) for names in ([ordered, rows] if len(rows) == 1 else [ordered])]
     matrices = tiled or any(_is_matrix_product(profile.labels, profile.written - each) for each in runs)
-    rate = machine.per_byte if matrices and not machine.grouped else machine.single
+    rate = machine.per_byte if matrices else machine.single
     return profile.read(sizes, sizes.terms, grouped=tiled or machine.grouped), products, products / rate
 
 

@@ -120,8 +120,7 @@ class SymmetricContraction(StatementLayer, nn.Module):
         where = torch.cat(places)
         cells, cell = where[:, :-1].unique(dim=0, return_inverse=True)
         # Sums of what is at one place; torch's sparse tensors would warn of their checks.
-        whole = torch.zeros(len(cells), paths, dtype=torch.float64)
-        whole.index_put_((cell, where[:, -1]), torch.cat(values), accumulate=True)
+        whole = torch.bincount(cell * paths + where[:, -1], torch.cat(values), len(cells) * paths).view(-1, paths)
         whole[whole.abs() < _ROUNDING] = 0
         kept = _spanning(whole)
         row, path = whole[:, kept].nonzero(as_tuple=True)
