@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["UNKNOWN", "IndexFacts", "NamedFacts", "StaticTable", "Tables", "repeated"]
+__all__ = ["NO_FACTS", "UNKNOWN", "IndexFacts", "NamedFacts", "StaticTable", "Tables", "repeated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,9 @@ class NamedFacts(dict[str, IndexFacts]):
     def __reduce__(self) -> tuple[type[NamedFacts], tuple[dict[str, IndexFacts]]]:
         # Hashes of texts differ between processes.
         return NamedFacts, (dict(self),)
+
+
+NO_FACTS = NamedFacts()
 
 
 def repeated(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:

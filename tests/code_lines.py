@@ -25,8 +25,8 @@ class Budget(NamedTuple):
 # Folder of insum_nn, or the whole package -> its budget. A budget only falls: whoever deletes code lowers it to what is
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
-    "compiler": Budget(17833, 13000),
-    "ops": Budget(2309, 1800),
+    "compiler": Budget(17832, 13000),
+    "ops": Budget(2308, 1800),
     "layers": Budget(5088, 4800),
     "formats": Budget(2067, 2100),
     "structure": Budget(2680, 2700),
@@ -34,7 +34,7 @@ BUDGETS: dict[str, Budget] = {
     "models": Budget(672, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(798, 800),
-    PACKAGE: Budget(33064, 27500),
+    PACKAGE: Budget(33063, 27500),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

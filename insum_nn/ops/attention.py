@@ -17,13 +17,11 @@ from torch import Tensor
 from insum_nn.compiler.api import run_statements
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumShapeError
-from insum_nn.facts import NamedFacts
+from insum_nn.facts import NO_FACTS, NamedFacts
 from insum_nn.ops.statements import promoted, static_shape
 from insum_nn.tensor_cache import same_view
 
 __all__ = ["ATTEND", "SOFTMAX", "attention", "neighbour_softmax", "run_promoted"]
-
-_NO_FACTS = NamedFacts()
 
 SOFTMAX = """M[I[e],h] max= detach(S[e,h])
 P[e,h] = exp(S[e,h] - M[I[e],h])
@@ -84,7 +82,7 @@ def attention(
     edge: Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    facts: NamedFacts = _NO_FACTS,
+    facts: NamedFacts = NO_FACTS,
     options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """Attend along the edges of a graph: dot products of queries and keys, a softmax over each node's edges, a sum.
@@ -136,7 +134,7 @@ def run_promoted(
     entries: dict[str, Tensor],
     options: Options,
     out_shape: dict[str, tuple[int | None, ...]] | None = None,
-    facts: NamedFacts = _NO_FACTS,
+    facts: NamedFacts = NO_FACTS,
 ) -> Tensor:
     """Run statements on values of the dtype to which torch promotes all of theirs."""
     # Views are found once for all statements.

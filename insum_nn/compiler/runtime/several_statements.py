@@ -31,7 +31,7 @@ from insum_nn.compiler.runtime.traced import call_operator, constant, option_val
 from insum_nn.compiler.runtime.watch import statement_calls, watched
 from insum_nn.dtypes import is_widened
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError, plural
-from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
+from insum_nn.facts import NO_FACTS, IndexFacts, NamedFacts, StaticTable
 from insum_nn.tensor_cache import insert, same_views
 
 __all__ = ["StatementsProgram", "run_statements"]
@@ -42,7 +42,6 @@ Axes = tuple[str, tuple[str | None, ...]]
 # Shapes and extents, as far as all that is passed shows them; and the sizes of a call of all statements together.
 Known = tuple[dict[str, tuple[int, ...]], dict[str, int], Any]
 NO_SHAPES: Shapes = {}
-NO_FACTS = NamedFacts()
 # Calls of different sizes of which a program remembers these.
 _LIMIT = 64
 _numbers = count()

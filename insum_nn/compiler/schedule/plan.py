@@ -76,7 +76,7 @@ class Plan:
         return Plan({**self.key, **more})
 
     def get(self, name: Hashable, make: Callable[[], T]) -> T:
-        """Return a decision, made now if it is not known; nobody may change it."""
+        """Return a stored decision, or make and store it; callers must not modify it."""
         if self.key is None:
             return make()
         if name not in self._decisions:

@@ -248,7 +248,7 @@ class NeighbourTable:
 
     @classmethod
     def of_sorted(cls, found: SortedTable) -> NeighbourTable:
-        """Return the table that hand-written kernels sorted."""
+        """Return the table of what the hand-written kernels return."""
         order, near, words, memory, at, counted = found
         return cls(order, near, None if at[0] > MASK_BITS else words, memory, at, counted)
 
