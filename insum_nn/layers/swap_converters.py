@@ -57,6 +57,14 @@ def _mace_convolution(module: Any) -> nn.Module:
     return importlib.import_module("insum_nn.layers.equivariant.edge_tensor_product").EdgeTensorProduct(module)  # type: ignore[no-any-return]
 
 
+def _mace_reshape(module: Any) -> nn.Module:
+    return importlib.import_module("insum_nn.layers.equivariant.edge_tensor_product").ChannelsOfIrreps(module)  # type: ignore[no-any-return]
+
+
+def _reshape_elsewhere(_: Any) -> nn.Module:
+    raise NotConvertible("no linear map stands before it, which could write in the order of its result")
+
+
 def _spconv_convolution(module: Any) -> nn.Module:
     kernel = tuple(int(extent) for extent in module.kernel_size)
     expected = (module.out_channels, *kernel, module.in_channels // module.groups)
@@ -122,9 +130,14 @@ def _known() -> dict[str, Converter]:
     scatter = _equivariant("tensor_product_scatter", "TensorProductScatter", "from_nequip")
     found["nequip.nn._tp_scatter_base.TensorProductScatter"] = scatter
     contraction = _equivariant("symmetric_contraction", "SymmetricContraction", "from_mace")
+    found["e3nn.nn._fc.FullyConnectedNet"] = _equivariant("radial", "FullyConnectedNet")
+    found["mace.modules.blocks.RadialEmbeddingBlock"] = _equivariant("radial", "RadialEmbedding", "from_mace")
     found["mace.modules.symmetric_contraction.SymmetricContraction"] = contraction
     for name in ("", "Residual", "Density", "DensityResidual", "AttResidual", "ResidualNonLinear"):
         found[f"mace.modules.blocks.RealAgnostic{name}InteractionBlock.conv_tp"] = _mace_convolution
+    found["mace.modules.irreps_tools.reshape_irreps"] = _reshape_elsewhere
+    for name in ("Residual", "DensityResidual", "AttResidual"):
+        found[f"mace.modules.blocks.RealAgnostic{name}InteractionBlock.reshape"] = _mace_reshape
     kinds = ("SubMConv", "SparseConv", "SparseInverseConv", "SparseConvTranspose")
     found |= dict.fromkeys(_names("spconv.pytorch.conv", kinds, (1, 2, 3, 4)), _spconv_convolution)
     pools = _names("spconv.pytorch.pool", ("SparseMaxPool", "SparseAvgPool"), (1, 2, 3, 4))

@@ -45,14 +45,12 @@ class EdgeGradients:
         units = vectors / distances[:, None]
         if vectors.requires_grad:
             return radial_basis(distances), spherical_harmonics(units)
-        basis, slopes = radial_basis.with_slopes(distances)
-        if not basis.requires_grad:
-            basis.requires_grad_()
+        basis = radial_basis(distances.requires_grad_())
         harmonics = spherical_harmonics(units.requires_grad_())
         leaf = harmonics.detach().requires_grad_()
         if self.create_graph:
-            keep_inner(units, leaf)
-        self._through = distances, units, basis, slopes, harmonics, leaf
+            keep_inner(distances, units, leaf)
+        self._through = distances, units, basis, harmonics, leaf
         return basis, leaf
 
     def of(self, energy: Tensor) -> Tensor:
@@ -61,13 +59,14 @@ class EdgeGradients:
         how: Any = {"create_graph": self.create_graph, "materialize_grads": True}
         if through is None:
             return torch.autograd.grad(energy, self.vectors, **how)[0]
-        distances, units, basis, slopes, harmonics, leaf = through
+        distances, units, basis, harmonics, leaf = through
         by_basis, by_leaf = torch.autograd.grad(energy, (basis, leaf), **how)
+        (by_distance,) = torch.autograd.grad(basis, distances, by_basis, **how)
         by_unit = torch.zeros_like(units)
         if harmonics.requires_grad:
             # Those of degree 0 alone are constants.
             (by_unit,) = torch.autograd.grad(harmonics, units, by_leaf, **how)
         with torch.set_grad_enabled(self.create_graph):
-            units, by_unit = units.detach(), by_unit / distances[:, None]
-            along = (by_basis * slopes).sum(1, keepdim=True) - (by_unit * units).sum(1, keepdim=True)
+            units, by_unit = units.detach(), by_unit / distances.detach()[:, None]
+            along = by_distance[:, None] - (by_unit * units).sum(1, keepdim=True)
             return torch.addcmul(by_unit, units, along)

@@ -14,11 +14,12 @@ from insum_nn.errors import InsumShapeError
 from insum_nn.layers.equivariant.adoption import call_step, e3nn, o3
 from insum_nn.layers.equivariant.gate import Gate
 from insum_nn.layers.equivariant.linear import Linear
+from insum_nn.layers.equivariant.radial import RadialBasis
 from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
 from insum_nn.layers.equivariant.tensor_product import FullyConnectedTensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.models.edge_gradients import EdgeGradients
-from insum_nn.models.radial import HiddenLayers, RadialBasis, scale_of
+from insum_nn.models.radial import HiddenLayers, scale_of
 
 __all__ = ["Interaction", "NequIP", "RadialBasis", "gated", "plain_e3nn"]
 

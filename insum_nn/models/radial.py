@@ -1,4 +1,4 @@
-"""Functions of a distance that end at a cutoff, and networks on them that are evaluated together."""
+"""Networks on radial functions that are evaluated together."""
 
 from __future__ import annotations
 
@@ -9,79 +9,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from insum_nn.compiler.options import DEFAULT
 from insum_nn.layers.equivariant.adoption import e3nn
+from insum_nn.layers.equivariant.radial import activated
+from insum_nn.ops.statements import run
 
-__all__ = ["HiddenLayers", "RadialBasis", "scale_of"]
+__all__ = ["HiddenLayers", "scale_of"]
 
 # Rows of a part, and parts at most, of a sum over rows that is cut into parts.
 _ROWS = 512
 _MOST_PARTS = 64
-
-
-class RadialBasis(nn.Module):
-    """Bessel functions of a distance that end smoothly at the cutoff.
-
-        b_n(r) = sqrt(2 / c) * sin(w_n r / c) / r * p(r / c),        w_n = n pi at first
-
-    `p` is the polynomial that falls from 1 to 0 with `power - 1` derivatives that vanish at both ends.
-
-    Source: Gasteiger, Gross, Guennemann, Directional Message Passing for Molecular Graphs (ICLR 2020), eqs. (7), (8).
-
-    Args:
-        cutoff: distance from which on everything is 0.
-        count: number of functions.
-        power: of the cutoff polynomial.
-
-    >>> RadialBasis(5.0, 8)(torch.tensor([1.0, 5.0, 6.0]))[1:].abs().max().item() < 1e-6
-    True
-    """
-
-    def __init__(self, cutoff: float, count: int = 8, power: int = 6) -> None:
-        super().__init__()
-        self.cutoff = cutoff
-        self.power = power
-        self.frequencies = nn.Parameter(math.pi * torch.arange(1, count + 1, dtype=torch.get_default_dtype()))
-
-    def envelope(self, x: Tensor) -> Tensor:
-        """The polynomial at `x`, a distance over the cutoff."""
-        p = self.power
-        rest = (x * (-p * (p + 1) / 2) + p * (p + 2)) * x - (p + 1) * (p + 2) / 2
-        return (x**p * rest + 1) * (x < 1)
-
-    def forward(self, distance: Tensor) -> Tensor:
-        """Evaluate.
-
-        Args:
-            distance: (e,); differentiable.
-
-        Returns:
-            (e, count).
-        """
-        common, angles = self._parts(distance)
-        return torch.sin(angles) * common[:, None]
-
-    def with_slopes(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """Evaluate the functions and their derivatives by the distance.
-
-        Args:
-            distance: (e,); differentiable.
-
-        Returns:
-            Both (e, count).
-        """
-        common, angles = self._parts(distance)
-        sines = torch.sin(angles)
-        p, x = self.power, distance / self.cutoff
-        steep = x ** (p - 1) * (1 - x).clamp(min=0).square() * (-p * (p + 1) * (p + 2) / 2 * math.sqrt(2 / self.cutoff))
-        change = (steep / self.cutoff - common) / distance
-        turned = torch.cos(angles) * (self.frequencies / self.cutoff)
-        return sines * common[:, None], torch.addcmul(turned * common[:, None], sines, change[:, None])
-
-    def _parts(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """What all functions are multiplied by, (e,), and the argument of the sine of each, (e, count)."""
-        x = distance / self.cutoff
-        # Computed where each distance has one number: the functions are many columns.
-        return self.envelope(x) * math.sqrt(2 / self.cutoff) / distance, self.frequencies * x[:, None]
 
 
 class HiddenLayers(nn.Module):
@@ -126,8 +63,9 @@ class HiddenLayers(nn.Module):
             values = nn.functional.pad(values, (0, 0, 0, missing))
         found = values.unflatten(0, (parts, -1)).expand(self.count, -1, -1, -1).flatten(0, 1)
         for number, weight in enumerate(self.weights):
-            scaled = weight * scale_of(weight.shape[1], first=number == 0)
-            found = nn.functional.silu(torch.bmm(found, scaled[:, None].expand(-1, parts, -1, -1).flatten(0, 1)))
+            text = activated("silu", scale_of(weight.shape[1], first=number == 0), 1.0)
+            found = torch.bmm(found, weight[:, None].expand(-1, parts, -1, -1).flatten(0, 1))
+            found = run(text, {}, {"A": found.flatten(0, 1)}, DEFAULT, None).view(found.shape)
         whole = found.unflatten(0, (self.count, parts)).flatten(1, 2)
         return (whole[:, :rows] if missing else whole).unbind(0)
 

@@ -8,7 +8,7 @@ pytest.importorskip("e3nn")
 
 from insum_nn.models.edge_gradients import EdgeGradients
 from insum_nn.models.nequip import NequIP
-from insum_nn.models.radial import RadialBasis
+from insum_nn.layers.equivariant.radial import RadialBasis
 from tests.double import double
 
 __all__ = ["double"]

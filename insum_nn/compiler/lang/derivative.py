@@ -177,24 +177,31 @@ def _occurrences(statement: Statement, operand: str) -> Iterator[tuple[Access, l
     The latter is divided at its place among the factors. What a function's derivative no longer reads still says which
     terms take part: it becomes a `one`.
     """
-    for position, factor in enumerate(statement.factors):
-        texts = [*map(str, statement.factors)]
-        before, after = texts[:position], texts[position + 1 :]
+    given = statement.factors
+    for position, factor in enumerate(given):
         own = [leaf for leaf in leaves(factor) if isinstance(leaf, Access)]
         for access in dict.fromkeys(leaf for leaf in own if leaf.name == operand):
-            change = _change(factor, access)
+            held = [at for at, other in enumerate(given) if access in leaves(other)]
+            if not any(isinstance(given[at], Apply) for at in held):
+                held = [position]
+            elif held[0] < position:
+                continue
+            # Several factors of one access, functions among them, change together: one statement, not one for each.
+            product = _times(*(given[at] for at in held))
+            change = _change(product, access)
             if change is None:
                 continue
             parts = [] if isinstance(change, Number) and change.value == 1 else [str(change)]
-            others = [f for at, f in enumerate(statement.factors) if at != position]
+            others = [f for at, f in enumerate(given) if at not in held]
             read = {leaf for leaf in leaves(change, *others) if isinstance(leaf, Access)}
             shown = {index.name for each in (statement.output, access, *read) for index in each.indices()}
-            for lost in dict.fromkeys(own):
+            for lost in dict.fromkeys(leaf for leaf in leaves(product) if isinstance(leaf, Access)):
                 counts = any(subscript.plain is None for subscript in lost.subscripts)
                 counts |= not shown.issuperset(index.name for index in lost.indices())
                 if counts and lost not in read and lost != access:
                     parts.append(f"one({lost})")
-            yield access, before, [*parts, *after]
+            after = [str(f) for at, f in enumerate(given) if at > position and at not in held]
+            yield access, [*map(str, given[:position])], [*parts, *after]
 
 
 def _change(factor: Factor, access: Access) -> Factor | None:

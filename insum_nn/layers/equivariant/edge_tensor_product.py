@@ -1,14 +1,17 @@
-"""MACE's convolution: the same as `TensorProductConv`, called as MACE's interactions call their product."""
+"""Parts of MACE's interactions: `TensorProductConv` as they call their product, and the channels of its result."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from insum_nn.layers.equivariant.checks import InputError
+from insum_nn.layers.equivariant.linear import Linear, axes_of, turned
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 
-__all__ = ["EdgeTensorProduct"]
+__all__ = ["ChannelsOfIrreps", "EdgeTensorProduct"]
 
 
 class EdgeTensorProduct(TensorProductConv):
@@ -58,3 +61,34 @@ class EdgeTensorProduct(TensorProductConv):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}tensor_product.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class ChannelsOfIrreps(torch.nn.Module):
+    """A representation with equal multiplicities as (n, channels, components): MACE's `reshape_irreps`, by views.
+
+    The linear map before it in an interaction block hands over components before channels, which it writes as fast.
+
+    Args:
+        module: of MACE.
+
+    Raises:
+        InputError: multiplicities differ.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.irreps, channels = module.irreps, {*module.muls}
+        if len(channels) != 1 or getattr(module, "cueq_config", None) is not None:
+            raise InputError("its multiplicities differ, or its layout", fix="leave the module as it is.")
+        self.channels: int = channels.pop()
+        self._axes = self._unlike = [(mul, size) for size, mul in axes_of(self.irreps, "ir_mul")]
+
+    def attach_to(self, block: Any, attached: bool = True) -> None:
+        """Let the block's linear map write components before channels, if it is one of ours; or undo it."""
+        if isinstance(block.linear, Linear):
+            block.linear._prepare(block.linear.options, layout_out="ir_mul" if attached else "mul_ir")
+            self._axes = [(0, 0)] if attached else self._unlike
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """Reshape (n, channels * components)."""
+        return turned(tensor, self._axes).view(tensor.shape[0], -1, self.channels).transpose(1, 2)
