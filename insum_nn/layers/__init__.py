@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from insum_nn.layers.equivariant.gate import Gate
     from insum_nn.layers.equivariant.linear import Linear
+    from insum_nn.layers.equivariant.radial import FullyConnectedNet, RadialBasis
     from insum_nn.layers.equivariant.spherical_harmonics import SphericalHarmonics
     from insum_nn.layers.equivariant.symmetric_contraction import SymmetricContraction
     from insum_nn.layers.equivariant.tensor_product import *
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from insum_nn.layers.voxel.sequential import SparseSequential
     from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 
-__all__ = ["ElementwiseTensorProduct", "FullTensorProduct", "FullyConnectedTensorProduct", "Gate", "Linear"]
-__all__ += ["SphericalHarmonics", "SymmetricContraction", "TensorProduct", "TensorProductConv", "TensorProductScatter"]
-__all__ += ["TensorSquare"]
+__all__ = ["ElementwiseTensorProduct", "FullTensorProduct", "FullyConnectedNet", "FullyConnectedTensorProduct", "Gate"]
+__all__ += ["Linear", "RadialBasis", "SphericalHarmonics", "SymmetricContraction", "TensorProduct", "TensorProductConv"]
+__all__ += ["TensorProductScatter", "TensorSquare"]
 __all__ += ["APPNP", "ChebConv", "GATConv", "GATv2Conv", "GCNConv", "GINConv", "GINEConv", "GatedGraphConv"]
 __all__ += ["GraphConv", "LGConv", "NNConv", "SAGEConv", "SGConv", "TAGConv", "TransformerConv"]
 __all__ += ["EdgeConv", "FastRGCNConv", "HeteroLinear", "PNAConv", "RGCNConv"]
@@ -57,6 +58,7 @@ _HOMES = {
     "voxel.sparse_tensor": "SparseConvTensor",
     "equivariant.gate": "Gate",
     "equivariant.linear": "Linear",
+    "equivariant.radial": "FullyConnectedNet RadialBasis",
     "equivariant.spherical_harmonics": "SphericalHarmonics",
     "equivariant.symmetric_contraction": "SymmetricContraction",
     "equivariant.tensor_product": _TENSOR_PRODUCTS,

@@ -9,10 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from insum_nn.compiler.options import DEFAULT
 from insum_nn.layers.equivariant.adoption import e3nn
-from insum_nn.layers.equivariant.radial import activated
-from insum_nn.ops.statements import run
+from insum_nn.layers.equivariant.radial import activated, activation
 
 __all__ = ["HiddenLayers", "scale_of"]
 
@@ -63,9 +61,9 @@ class HiddenLayers(nn.Module):
             values = nn.functional.pad(values, (0, 0, 0, missing))
         found = values.unflatten(0, (parts, -1)).expand(self.count, -1, -1, -1).flatten(0, 1)
         for number, weight in enumerate(self.weights):
-            text = activated("silu", scale_of(weight.shape[1], first=number == 0), 1.0)
+            text = activation("silu", scale_of(weight.shape[1], first=number == 0), 1.0)
             found = torch.bmm(found, weight[:, None].expand(-1, parts, -1, -1).flatten(0, 1))
-            found = run(text, {}, {"A": found.flatten(0, 1)}, DEFAULT, None).view(found.shape)
+            found = activated(found.flatten(0, 1), text).view(found.shape)
         whole = found.unflatten(0, (self.count, parts)).flatten(1, 2)
         return (whole[:, :rows] if missing else whole).unbind(0)
 

@@ -498,7 +498,8 @@ def test_equivariant_models():
             "harmonics": o3.SphericalHarmonics([0, 1, 2], True),
             "norm": o3.Norm("2x1o"),
             "batch": e3nn_nn.BatchNorm("4x0e"),
-            "radial": e3nn_nn.FullyConnectedNet([2, 3], torch.tanh),
+            "radial": e3nn_nn.FullyConnectedNet([2, 4, 3], torch.tanh),
+            "single": e3nn_nn.FullyConnectedNet([2, 3], torch.tanh),
         }
     ).double()
     reference = copy.deepcopy(model)
@@ -511,10 +512,11 @@ def test_equivariant_models():
         ("gate", "e3nn.nn.Gate", "Gate"),
         ("harmonics", "e3nn.o3.SphericalHarmonics", "SphericalHarmonics"),
         ("norm.tp", "e3nn.o3.TensorProduct", "TensorProduct"),
+        ("radial", "e3nn.nn.FullyConnectedNet", "FullyConnectedNet"),
     ]
     assert [(row.name, row.layer, row.detail) for row in report.left] == [
         ("batch", "e3nn.nn.BatchNorm", "no counterpart"),
-        ("radial", "e3nn.nn.FullyConnectedNet", "no counterpart"),
+        ("single", "e3nn.nn.FullyConnectedNet", "it has no activations that statements have"),
     ]
     assert type(model["mix"]) is ours.FullyConnectedTensorProduct
     assert state_ids(model) == ids
@@ -528,7 +530,7 @@ def test_equivariant_models():
         x = torch.randn(5, reference[name].irreps_in1.dim, dtype=torch.float64)
         y = torch.randn(5, reference[name].irreps_in2.dim, dtype=torch.float64)
         assert torch.allclose(model[name](x, y), reference[name](x, y), rtol=1e-10, atol=1e-12)
-    for name, columns in (("linear", 10), ("gate", 12), ("harmonics", 3), ("norm", 6)):
+    for name, columns in (("linear", 10), ("gate", 12), ("harmonics", 3), ("norm", 6), ("radial", 2)):
         x = torch.randn(5, columns, dtype=torch.float64)
         assert torch.allclose(model[name](x), reference[name](x), rtol=1e-10, atol=1e-12)
 

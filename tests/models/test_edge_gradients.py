@@ -8,24 +8,9 @@ pytest.importorskip("e3nn")
 
 from insum_nn.models.edge_gradients import EdgeGradients
 from insum_nn.models.nequip import NequIP
-from insum_nn.layers.equivariant.radial import RadialBasis
 from tests.double import double
 
 __all__ = ["double"]
-
-
-@pytest.mark.parametrize("power", [2, 6])
-def test_slopes_of_the_radial_functions(power: int):
-    basis = RadialBasis(4.0, 5, power)
-    r = torch.tensor([0.5, 2.0, 3.9, 4.0, 7.0], requires_grad=True)
-    values, slopes = basis.with_slopes(r)
-    assert torch.equal(values, basis(r))
-    columns = [torch.autograd.grad(column.sum(), r, create_graph=True)[0] for column in values.unbind(1)]
-    wanted = torch.stack(columns, 1)
-    torch.testing.assert_close(slopes, wanted)
-    # Of the frequencies, too.
-    grads = [torch.autograd.grad(t.sin().sum(), basis.frequencies, retain_graph=True)[0] for t in (slopes, wanted)]
-    torch.testing.assert_close(*grads)
 
 
 def atoms() -> tuple[Tensor, ...]:

@@ -32,6 +32,7 @@ __all__ = [
     "WeightedLayer",
     "adopt",
     "call_step",
+    "construct",
     "e3nn",
     "e3nn_nn",
     "keep_inner",
@@ -152,6 +153,17 @@ def adopt(kind: type[M], module: Any, peer: Any) -> M:
     new = kind.__new__(kind)
     torch.nn.Module.__init__(new)
     return with_attributes(new, module)  # type: ignore[no-any-return]
+
+
+def construct(module: Any, peer: Any, *args: Any, **kwargs: Any) -> None:
+    """Construct what a module inherits of a peer's class that normalises activations by numbers which it draws.
+
+    The meta device has none, so this happens on another.
+    """
+    device = torch.get_default_device()
+    with torch.device("cpu" if device.type == "meta" else device):
+        peer.__init__(module, *args, **kwargs)
+    module.to(device)
 
 
 def runs_directly(features: Tensor, columns: int, *others: Tensor) -> bool:

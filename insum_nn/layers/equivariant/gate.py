@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3nnLayer, ProductLayer, adopt, e3nn_nn, runs_directly
+from insum_nn.layers.equivariant.adoption import E3nnLayer, ProductLayer, adopt, construct, e3nn_nn, runs_directly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 
 __all__ = ["Gate"]
@@ -50,11 +50,7 @@ class Gate(E3nnLayer, e3nn_nn.Gate):
         *,
         options: Options = DEFAULT,
     ) -> None:
-        device = torch.get_default_device()
-        # e3nn normalises activations by numbers that it draws, which the meta device cannot.
-        with torch.device("cpu" if torch.empty(0).is_meta else device):
-            e3nn_nn.Gate.__init__(self, irreps_scalars, act_scalars, irreps_gates, act_gates, irreps_gated)
-        self.to(device)
+        construct(self, e3nn_nn.Gate, irreps_scalars, act_scalars, irreps_gates, act_gates, irreps_gated)
         self.mul = TensorProduct.from_e3nn(self.mul, options=options)
         self._divide()
 

@@ -10,22 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, E3nnLayer, adopt, e3nn_nn, runs_directly
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, E3nnLayer, adopt, construct, e3nn_nn, runs_directly
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.statement_layer import StatementLayer, with_attributes
 from insum_nn.ops.statements import in_a_graph, run
 
-__all__ = ["FullyConnectedNet", "RadialBasis", "RadialEmbedding", "activated"]
+__all__ = ["FullyConnectedNet", "RadialBasis", "RadialEmbedding", "activated", "activation"]
 
 # Activations that statements have, by what e3nn's modules hold.
 _ACTIVATIONS: dict[Any, str] = {getattr(nn.functional, name): name for name in ("silu", "relu", "gelu", "softplus")}
 _ACTIVATIONS |= {torch.tanh: "tanh", torch.sigmoid: "sigmoid", torch.relu: "relu", torch.sin: "sin", torch.abs: "abs"}
 
 
-def activated(act: str, inner: float, outer: float) -> str:
+def activated(values: Tensor, text: str, options: Options = DEFAULT) -> Tensor:
+    """Run the statement of an activation on a matrix; differentiable."""
+    return run(text, {}, {"A": values}, options, None)
+
+
+def activation(act: str, inner: float, outer: float) -> str:
     """Return the statement of an activation between two constants.
 
-    >>> activated("silu", 0.5, 2.0)
+    >>> activation("silu", 0.5, 2.0)
     'H[e,j] = 2.0 * silu(0.5 * A[e,j])'
     """
     return f"H[e,j] = {outer} * {act}({inner} * A[e,j])"
@@ -53,14 +58,20 @@ class FullyConnectedNet(E3nnLayer, e3nn_nn.FullyConnectedNet):
     """
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
-        e3nn_nn.FullyConnectedNet.__init__(self, *args, **kwargs)
+        construct(self, e3nn_nn.FullyConnectedNet, *args, **kwargs)
         self._write(options)
 
     @classmethod
     def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> FullyConnectedNet:
-        """Return the same network as a module of e3nn, sharing its weights."""
+        """Return the same network as a module of e3nn, sharing its weights.
+
+        Raises:
+            InputError: the module is none, or e3nn's own code would run.
+        """
         new = adopt(cls, module, e3nn_nn.FullyConnectedNet)
         new._write(options)
+        if not new._texts:
+            raise InputError("it has no activations that statements have", fix="leave it as it is.")
         return new
 
     def _write(self, options: Options) -> None:
@@ -76,7 +87,7 @@ class FullyConnectedNet(E3nnLayer, e3nn_nn.FullyConnectedNet):
             if act is not None:
                 rest = _scale(after, after.var_out) if plain and after is layers[-1] else 1.0
                 outer = float(layer.act.cst) * layer.var_out**0.5 * rest
-                self._texts.append(activated(act, _scale(layer), outer))
+                self._texts.append(activation(act, _scale(layer), outer))
 
     def _statements(self) -> tuple[str, ...]:
         return tuple(self._texts)
@@ -104,7 +115,7 @@ class FullyConnectedNet(E3nnLayer, e3nn_nn.FullyConnectedNet):
         for weight, text in zip_longest(weights, self._texts):
             x = x @ weight
             if text is not None:
-                x = run(text, {}, {"A": x}, self.options, None)
+                x = activated(x, text, self.options)
         return x
 
 
@@ -146,10 +157,17 @@ class RadialBasis(StatementLayer, nn.Module):
     def __init__(self, cutoff: float, count: int = 8, power: int = 6, *, options: Options = DEFAULT) -> None:
         super().__init__()
         self.cutoff, self.power, self.options = cutoff, power, options
-        self.frequencies = nn.Parameter(math.pi / cutoff * torch.arange(1, count + 1, dtype=torch.get_default_dtype()))
+        self._text = _radial(cutoff, power)
+        self.frequencies = nn.Parameter(torch.empty(count))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the frequencies to those of the start."""
+        self.frequencies.copy_(math.pi / self.cutoff * torch.arange(1, len(self.frequencies) + 1))
 
     def _statements(self) -> tuple[str, ...]:
-        return (_radial(self.cutoff, self.power),)
+        return (self._text,)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Evaluate.
@@ -160,7 +178,7 @@ class RadialBasis(StatementLayer, nn.Module):
         Returns:
             (e, count).
         """
-        return run(self._statements()[0], {}, {"F": self.frequencies, "R": distance}, self.options, None)
+        return run(self._text, {}, {"F": self.frequencies, "R": distance}, self.options, None)
 
 
 class RadialEmbedding(StatementLayer, nn.Module):

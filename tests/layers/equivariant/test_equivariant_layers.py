@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from insum_nn import layers
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.models.nequip import plain_e3nn
 from tests.layers.equivariant.test_symmetric_contraction import Peer
-from tests.layers.layer_case import Called, Inputs, LayerCase, batch, real, whole
+from tests.layers.layer_case import RECIPES, Called, Inputs, LayerCase, batch, real, whole
 
 _IN, _OTHER, _OUT = "2x0e+1x1o", "1x0e+1x1o", "2x0e+1x1o"
 _PATHS = [(0, 0, 0, "uvu", True), (1, 1, 0, "uvu", True), (0, 1, 1, "uvu", True)]
@@ -176,6 +177,43 @@ class TestSphericalHarmonics(IrrepsCase):
     inputs, sizes = batch(3)
 
     build = staticmethod(lambda home, **how: home.SphericalHarmonics("0e+1o+2e", True, **how))
+
+
+class TestFullyConnectedNet(IrrepsCase):
+    AUTOCAST = None
+    HOME = e3nn.nn
+    ERRORS: ClassVar[Mapping[str, Any]] = {}
+    NOT_PROMISED: ClassVar[Mapping[str, str]] = {"test_reset_parameters": "layers of e3nn hold the weights"}
+    inputs, sizes = batch(5)
+
+    @pytest.mark.parametrize("fill", [fill for name, fill in RECIPES.items() if "reset" not in name])
+    def test_a_state_fills_what_was_made_on_the_meta_device(self, fill: Callable[..., object]):
+        super().test_a_state_fills_what_was_made_on_the_meta_device(fill)
+
+    build = staticmethod(lambda home, **how: home.FullyConnectedNet([5, 7, 6, 4], nn.functional.silu, 2.0, 3.0, **how))
+
+
+class TestFullyConnectedNet_activated(TestFullyConnectedNet):
+    VARIANT = "an activation at the end"
+    ELSEWHERE = False
+
+    build = staticmethod(lambda home, **how: home.FullyConnectedNet([5, 6], torch.tanh, out_act=True, **how))
+
+
+class TestRadialBasis(LayerCase):
+    sizes = ({0: "edges"},)
+    ROUNDINGS = 4  # sums of functions that cancel towards the cutoff
+
+    def make(self, options: Options) -> nn.Module:
+        return layers.RadialBasis(2.5, 3, 5, options=options)
+
+    def inputs(self, n: int) -> Inputs:
+        return (real(0, n).abs() + 0.3,)
+
+    def oracle(self, layer: Any, r: Tensor) -> Tensor:
+        x = r / 2.5
+        envelope = (1 - 21 * x**5 + 35 * x**6 - 15 * x**7) * (x < 1)
+        return math.sqrt(2 / 2.5) * torch.sin(layer.frequencies * r[:, None]) * (envelope / r)[:, None]
 
 
 class TestTensorProductConv(IrrepsCase):
