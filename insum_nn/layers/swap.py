@@ -132,8 +132,9 @@ def swap(
 
     Supported are those convolutions of `torch_geometric` that `insum_nn.layers` has, e3nn's tensor products with what
     stands around them (`Linear`, `Gate`, `SphericalHarmonics`, `FullyConnectedNet`), nequip's `TensorProductScatter`,
-    the products of mace's interactions with their gather and scatter, its radial functions, and the modules of `spconv.pytorch` (build the model's inputs with our
-    `SparseConvTensor` then). New layers share the parameters of those they replace, so an optimizer that holds
+    the products of mace's interactions with their gather and scatter, its contractions and radial functions, and the
+    modules of `spconv.pytorch` (build the model's inputs with our `SparseConvTensor` then). New layers share the
+    parameters of those they replace, so an optimizer that holds
     them stays valid, and give equal outputs. Dense layers of torch are replaced only where `block_sparse` names them;
     these get parameters of their own, and equal outputs only as far as nothing is pruned.
 
