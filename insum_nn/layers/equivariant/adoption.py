@@ -161,7 +161,7 @@ def construct(module: Any, peer: Any, *args: Any, **kwargs: Any) -> None:
     The meta device has none, so this happens on another.
     """
     device = torch.get_default_device()
-    with torch.device("cpu" if device.type == "meta" else device):
+    with torch.device("cpu" if torch.empty(0).is_meta else device):
         peer.__init__(module, *args, **kwargs)
     module.to(device)
 
