@@ -214,7 +214,7 @@ def test_a_process_that_ends_takes_no_other_kernel_with_it(tmp_path: Path, monke
 
 def test_a_kernel_without_machine_code_is_an_error(for_h200: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        prepare_module, "compile_all", lambda codes, *_: compile_all([code("bad", "kernel = None\n")], 1)
+        prepare_module, "compile_all", lambda codes, *_, **__: compile_all([code("bad", "kernel = None\n")], 1)
     )
     with pytest.raises(InsumBackendError, match="1 of 1 kernels could not be compiled"):
         insum_nn.prepare(Sums(), *operands())

@@ -7,6 +7,7 @@ nothing but Triton share neither the lock nor the device; what they compile is f
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -155,21 +156,28 @@ def default_workers(kernels: int) -> int:
 
 
 def compile_all(
-    codes: Sequence[KernelCode], workers: int, step: Callable[[Compiled], None] = lambda _: None
+    codes: Sequence[KernelCode],
+    workers: int,
+    seconds: float = math.inf,
+    step: Callable[[Compiled], None] = lambda _: None,
 ) -> list[Compiled]:
     """Compile kernels in processes of their own, for the cache on disk.
 
     Args:
         codes: the kernels; those that take longest begin first, since all wait for the last to end.
         workers: number of processes.
+        seconds: after which none begins; each process compiles one all the same.
         step: called after each.
     """
+    until = time.perf_counter() + seconds
     idle: SimpleQueue[Worker] = SimpleQueue()
+    order = sorted(codes, key=lambda code: -code.effort)
 
     def one(code: KernelCode) -> Compiled:
         worker = idle.get()
         try:
-            compiled = worker.compile(code)
+            late = code not in order[:workers] and time.perf_counter() > until
+            compiled = Compiled(code, 0.0, False, "there was no time") if late else worker.compile(code)
         finally:
             idle.put(worker)
         step(compiled)
@@ -179,7 +187,6 @@ def compile_all(
         for _ in range(workers):
             idle.put(stack.enter_context(closing(Worker())))
         pool = stack.enter_context(ThreadPoolExecutor(workers))
-        order = sorted(codes, key=lambda code: -code.effort)
         done = {compiled.code: compiled for compiled in pool.map(one, order)}
     return [done[code] for code in codes]
 

@@ -210,15 +210,10 @@ _background: Background | None = None
 _lock = new_lock()
 
 
-def missed(code: KernelCode, *, rehearse: bool) -> None:
-    """Note that a kernel is needed that is not on disk.
-
-    Args:
-        code: the kernel.
-        rehearse: the recorded call that runs now launches it: those of its gradients are found before it is compiled.
-    """
+def missed(code: KernelCode) -> None:
+    """Note that a kernel is needed that is not on disk; those of a recorded call's gradients are found before."""
     begun = _begun()
-    aided = rehearse and begun.most > 0
+    aided = begun.most > 0
     call = cold.call if aided else None
     rehearsed = begun.rehearsed(code, call is not None)
     begun.missed(code, later=call is not None and not rehearsed)
