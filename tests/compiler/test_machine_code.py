@@ -63,7 +63,7 @@ def coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def cubin(code: KernelCode) -> bytes:
     module = make_module(code.module, code.text)
     try:
-        return compile_code(module.__dict__["kernel"], code).asm["cubin"]
+        return compile_code(module.__dict__[code.module], code).asm["cubin"]
     finally:
         drop_module(module)
 
@@ -126,7 +126,7 @@ def test_llvm_leaves_many_products_as_they_are(tmp_path: Path, monkeypatch: pyte
         levels.clear()
         module = make_module(code.module, code.text)
         try:
-            ptx = compile_code(module.__dict__["kernel"], code).asm["ptx"]
+            ptx = compile_code(module.__dict__[code.module], code).asm["ptx"]
         finally:
             drop_module(module)
         assert levels == [level]

@@ -128,7 +128,7 @@ class _Timed:
     """A trial without a kernel of its own, as fast as its place among those that were made says."""
 
     def __init__(self, made: list[_Timed], schedule: Schedule, times: Sequence[float]) -> None:
-        self.schedule, self.own, self.us = schedule, code(f"candidate {len(made)}", KERNEL), times[len(made)]
+        self.schedule, self.own, self.us = schedule, code(f"candidate_{len(made)}", KERNEL), times[len(made)]
         made.append(self)
 
     def codes(self) -> list[KernelCode]:
@@ -165,7 +165,7 @@ def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
 def test_no_candidate_begins_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     texts = [KERNEL.replace("at.to(tl.float32)", f"at.to(tl.float32) + {n}") for n in range(3)]
-    codes = [code(f"late {n}", text) for n, text in enumerate(texts)]
+    codes = [code(f"late_{n}", text) for n, text in enumerate(texts)]
     found = [not each.error for each in compile_all(codes, 2, 0.0)]
     assert found == [True, True, False]
 

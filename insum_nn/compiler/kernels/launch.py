@@ -67,11 +67,11 @@ def function_of(source: Source) -> Any:
         if function is None:
             module = make_module(name, source.text)
             # The module is found by its name, and must not hold what decides how long it stays.
-            function = _functions[name] = module.__dict__.pop("kernel")
+            function = _functions[name] = module.__dict__.pop(name)
             weakref.finalize(function, _forget, module).atexit = False
             # Triton keeps all functions, by name, for a way of loading kernels that is not used here.
             registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
-            for each in ("kernel", *module.__dict__):
+            for each in (name, *module.__dict__):
                 registry.pop(f"{name}:{each}", None)
         return function
 
