@@ -42,7 +42,7 @@ from benchmarks.first_step import CACHES
 from benchmarks.networks import NETWORKS, Batch, Losses, Network, Step
 from benchmarks.records import ROOT, Machine, this_machine
 from benchmarks.registry import Setting, Unavailable, is_ours
-from insum_nn.compiler.schedule.tune import settle
+from insum_nn.compiler.kernels.background import settle
 
 __all__ = ["DEFAULT", "EFFICIENCY", "Throughput", "main", "speedup"]
 

@@ -44,7 +44,7 @@ from benchmarks.records import (
 )
 from benchmarks.registry import MODES, OURS, Case, Mode, Problem, Registry, Setting, Unavailable, Work, is_ours, load
 from benchmarks.supervise import BUILDING, MEASURING, State, supervise
-from insum_nn.compiler.schedule.tune import settle
+from insum_nn.compiler.kernels.background import settle
 
 __all__ = ["RECORD", "SCHEMA", "Machine", "Milliseconds", "Record", "main", "measure", "run_case", "timed_call"]
 

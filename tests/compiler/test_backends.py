@@ -120,7 +120,7 @@ def test_library_calls_without_a_compiler(expression: str):
 def test_the_package_holds_none():
     (file,) = (Path(insum_nn.schedules.__file__).parent).glob("*.json")
     kinds = {entry["key"]["kind"] for entry in json.loads(file.read_text())["entries"]}
-    assert kinds <= {"schedule", "order", "fusion"}
+    assert kinds <= {"schedule", "together"}
 
 
 # On a device.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +22,11 @@ from torch import Tensor, nn
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.api import keep_inner
-from insum_nn.compiler.kernels import ahead, background, launch, machine_code
+from insum_nn.compiler.kernels import ahead, background, launch, machine_code, workers
 from insum_nn.compiler.kernels.background import Background
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.stored_code import find_code
-from insum_nn.compiler.runtime import gradients_ahead, whole_step
+from insum_nn.compiler.kernels.workers import Queue
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES
@@ -47,9 +48,9 @@ def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Back
         pool.close()
 
 
-def pool_of(pools: list[Background], workers: int) -> Background:
+def pool_of(pools: list[Background], most: int) -> Background:
     """A pool of a process that has compiled two kernels."""
-    pool = Background(workers)
+    pool = Background(most)
     pools.append(pool)
     for name in ("missed", "missed too"):
         pool.missed(code(name, KERNEL), later=False)
@@ -126,16 +127,13 @@ def test_a_process_that_ends_leaves_its_kernel_to_the_step(pools: list[Backgroun
     rest = numbered(1)
     pool.submit([*rest, ends])
     begin = time.monotonic()
-    wait_until(lambda: not pool._threads)
+    wait_until(lambda: ends not in pool._waiting)
     pool.take(ends)
-    pool.take(rest[0])
     assert time.monotonic() - begin < 20
-    assert is_missing(rest[0])
+    assert is_missing(ends)
     # The next kernel has a process again.
-    more = numbered(2)[1]
-    pool.submit([more])
     assert pool.settle(60.0)
-    assert not is_missing(more)
+    assert not is_missing(rest[0])
 
 
 def test_a_killed_process_is_not_waited_for(pools: list[Background]):
@@ -153,7 +151,7 @@ def test_a_killed_process_is_not_waited_for(pools: list[Background]):
 
 
 def test_a_stalled_process_is_waited_for_some_time(pools: list[Background], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "_LONGEST", 0.2)
+    monkeypatch.setattr(workers, "_LONGEST", 0.2)
     stalled, other = pool_of(pools, 1), pool_of(pools, 1)
     slow = code("background_stalled", f"import time\ntime.sleep(300)\n{KERNEL}")
     stalled.submit([slow])
@@ -173,11 +171,30 @@ def test_a_stalled_process_is_waited_for_some_time(pools: list[Background], monk
 
 
 def test_idle_processes_end(pools: list[Background], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "_IDLE", 0.1)
+    monkeypatch.setattr(workers, "_IDLE", 0.1)
     pool = pool_of(pools, 2)
     pool.submit(numbered(2))
     wait_until(lambda: not pool._threads)
     assert not pool._workers
+
+
+def test_no_job_is_lost_to_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers, "_IDLE", 0.0)
+    first, late = threading.Event(), threading.Event()
+
+    class Ending(Queue[threading.Event]):
+        def _compile_next(self, compile: Callable[[threading.Event], object]) -> bool:
+            more = super()._compile_next(compile)
+            if not more and not late.is_set():
+                # As another thread may, just before this one ends.
+                self.add(late)
+            return more
+
+    queue = Ending(1, lambda: nullcontext(threading.Event.set))
+    queue.add(first)
+    assert first.wait(10)
+    assert late.wait(10)
+    assert queue.settle(10.0)
 
 
 SCRIPT = """
@@ -343,6 +360,30 @@ def test_the_forward_pass_finds_the_kernels_of_the_backward_pass(
     assert min(found.values()) == 0
 
 
+class Counted(nn.Module):
+    """Runs its layer, and counts how often."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.calls = layer, 0
+
+    def forward(self, *given: Any) -> Tensor:
+        self.calls += 1
+        return self.layer(*given)
+
+
+def test_nothing_runs_a_network_twice(launched: Launched):
+    layer, inputs = product()
+    model, random = Counted(layer), torch.get_rng_state()
+    out = model(*inputs)
+    assert launched.submitted.keys() > launched.compiled.keys()
+    assert model.calls == 1
+    assert torch.equal(random, torch.get_rng_state())
+    out.sum().backward()
+    assert model.calls == 1
+    assert launched.compiled.keys() <= launched.submitted.keys()
+
+
 def test_gradients_of_gradients_are_found_by_the_first_backward_pass(launched: Launched):
     model, inputs = product()
     out = model(*inputs)
@@ -415,11 +456,9 @@ class Missing:
     """Runs a kernel in Triton's interpreter, as one whose machine code is missing at its first launch.
 
     Attributes:
-        rehearse: what happens then, in a recorded call.
         collected: launches that were collected.
     """
 
-    rehearse: Callable[[], None]
     collected: int
 
     def __init__(self, source: Any) -> None:
@@ -434,7 +473,8 @@ class Missing:
                         argument.zero_()
                 return
             if background.cold.call is not None:
-                Missing.rehearse()
+                (find, *given), background.cold.call = background.cold.call, None
+                find(*given)
             self.loaded = True
         self.function[(grid,)](*arguments)
 
@@ -457,22 +497,10 @@ class OneStatement(nn.Module):
         return self.program(tensors={**self.indices, **self.values})
 
 
-def _rehearse_call() -> None:
-    call, background.cold.call = background.cold.call, None
-    assert call is not None
-    gradients_ahead._rehearse_call(*call)
-
-
-def _rehearse_step() -> None:
-    whole_step._rehearse_step(code("missing", KERNEL), True)
-
-
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("rehearse", [_rehearse_call, _rehearse_step])
-def test_a_rehearsal_leaves_no_zeros_to_the_call(rehearse: Callable[[], None], monkeypatch: pytest.MonkeyPatch):
+def test_a_rehearsal_leaves_no_zeros_to_the_call(monkeypatch: pytest.MonkeyPatch):
     """Gradients that run as several statements are rehearsed in the middle of the call that they are of."""
     monkeypatch.setattr(launch, "_Interpret", Missing)
-    monkeypatch.setattr(Missing, "rehearse", rehearse, raising=False)
     monkeypatch.setattr(Missing, "collected", 0, raising=False)
     case = CASES["convolution's weight gradient by pairs"]
     tensors = {n: t.double() if t.is_floating_point() else t for n, t in case.draw(SIZE).items()}
@@ -499,12 +527,12 @@ def test_a_process_that_compiles_nothing_rehearses_nothing(launched: Launched, m
     assert background._background is None
 
 
-def test_without_gradients_only_the_forward_pass_is_rehearsed(launched: Launched):
+def test_without_gradients_nothing_is_rehearsed(launched: Launched):
     model, inputs = graph()
     with torch.no_grad():
         model.eval()(*inputs)
     assert launched.compiled
-    assert launched.submitted.keys() == launched.compiled.keys()
+    assert not launched.submitted
 
 
 def test_what_is_measured_is_left_to_the_step(launched: Launched, monkeypatch: pytest.MonkeyPatch):
@@ -537,8 +565,7 @@ def test_what_is_measured_is_left_to_the_step(launched: Launched, monkeypatch: p
 def test_a_missing_kernel_is_a_matter_of_its_own_thread(launched: Launched, monkeypatch: pytest.MonkeyPatch):
     """While one thread is in a recorded call, another one needs a kernel."""
     rehearsed: list[object] = []
-    monkeypatch.setattr(background.rehearsals, "call", rehearsed.append)
-    monkeypatch.setattr(background.cold, "call", ("of this thread",))
+    monkeypatch.setattr(background.cold, "call", (rehearsed.append, "of this thread"))
 
     def other() -> None:
         with Pretence(), torch.no_grad():

@@ -15,9 +15,8 @@ import insum_nn
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.schedule import tune
 from insum_nn.compiler.tuning import database as store
-from insum_nn.compiler.tuning.select import Selected
+from insum_nn.compiler.tuning.select import Selected, Task, select
 
 # What a disk, another program or another version leaves in place of a file.
 GARBAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -60,11 +59,11 @@ KEY = store.key_of(
 )
 
 
-def remembered() -> Selected[Schedule] | None:
+def remembered() -> Schedule | None:
     """Everything that reads an entry."""
-    entry = store.find(KEY)
     store.near({**KEY, "bucket": [3, 2]})
-    return tune._decoded(entry)
+    rule: Selected[Schedule | None] = Selected(None, "nothing is stored")
+    return select(Task(KEY, lambda: rule, Schedule.from_json, lambda _: {})).candidate
 
 
 @pytest.mark.parametrize("damage", GARBAGE.values(), ids=GARBAGE)
@@ -78,9 +77,7 @@ def test_a_damaged_schedule_is_measured_again(folder: Path, damage: Callable[[by
         assert remembered() is None
     store.unload()
     store.write(KEY, value)
-    entry = store.find(KEY)
-    assert entry is not None
-    assert tune._decoded(entry).candidate == Schedule(n=32)
+    assert remembered() == Schedule(n=32)
 
 
 VALUES = [
@@ -115,7 +112,6 @@ def test_values_of_other_kinds(folder: Path, value: object):
         store.unload()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            known = remembered()
-        if known is not None:
-            found = known.candidate
+            found = remembered()
+        if found is not None:
             assert found.m * found.n * found.k <= 1 << 20

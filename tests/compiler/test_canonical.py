@@ -25,7 +25,6 @@ from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import tune
 from insum_nn.compiler.schedule.form import Form
 from insum_nn.compiler.tuning import database
-from insum_nn.compiler.tuning.select import Measurement
 from insum_nn.facts import StaticTable
 from insum_nn.testing.random_programs import random_program
 from tests.compiler.interpreted import interpreter
@@ -226,9 +225,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> list[str]:
     """What is measured, by a clock that prefers one schedule."""
     made: list[str] = []
 
-    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> list[tuple[Schedule, float]]:
         made.append(str(form.bound.statement))
-        return (Measurement(Schedule(n=8, k=2, warps=2), 10.0),)
+        return [(Schedule(n=8, k=2, warps=2), 10.0)]
 
     monkeypatch.setattr(tune, "_measure", measure)
     monkeypatch.setattr(tune, "worth_selecting", lambda extents: True)

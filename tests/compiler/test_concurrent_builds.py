@@ -21,7 +21,6 @@ from insum_nn.compiler.schedule import tune
 from insum_nn.compiler.schedule.form import Form
 from insum_nn.compiler.tuning import database
 from insum_nn.compiler.tuning.build_once import BuildOnce
-from insum_nn.compiler.tuning.select import Measurement
 from tests.compiler.interpreted import interpreter
 
 __all__ = ["interpreter"]
@@ -195,10 +194,10 @@ def test_a_program_built_during_a_clearing_is_not_kept(monkeypatch: pytest.Monke
 def test_two_programs_are_tuned_at_once(monkeypatch: pytest.MonkeyPatch):
     inside, made = threading.Barrier(2, timeout=TIMEOUT), list[str]()
 
-    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> list[tuple[Schedule, float]]:
         inside.wait()
         made.append(str(form.bound.statement))
-        return (Measurement(Schedule(n=4, warps=2), 10.0),)
+        return [(Schedule(n=4, warps=2), 10.0)]
 
     # Triton's interpreter runs one kernel at a time, so none is run.
     monkeypatch.setattr(launch_module._Interpret, "__call__", lambda *_: None)
@@ -217,10 +216,10 @@ def test_two_programs_are_tuned_at_once(monkeypatch: pytest.MonkeyPatch):
 def test_one_program_is_tuned_once(monkeypatch: pytest.MonkeyPatch):
     made: list[str] = []
 
-    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> list[tuple[Schedule, float]]:
         made.append("once")
         threading.Event().wait(0.05)
-        return (Measurement(Schedule(n=4, warps=2), 10.0),)
+        return [(Schedule(n=4, warps=2), 10.0)]
 
     # Triton's interpreter runs one kernel at a time, so none is run.
     monkeypatch.setattr(launch_module._Interpret, "__call__", lambda *_: None)

@@ -12,8 +12,9 @@ import torch
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.kernels import machine_code
-from insum_nn.compiler.kernels.ahead import collect, compile_all
+from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.compiler.kernels.machine_code import KernelCode, compile_code, drop_module, make_module
+from insum_nn.compiler.kernels.workers import compile_all
 from insum_nn.layers import TensorProductConv
 from tests.pretended_gpu import H200, pretended_gpu
 
@@ -63,7 +64,7 @@ def coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def cubin(code: KernelCode) -> bytes:
     module = make_module(code.module, code.text)
     try:
-        return compile_code(module.__dict__["kernel"], code).asm["cubin"]
+        return compile_code(module.__dict__[code.module], code).asm["cubin"]
     finally:
         drop_module(module)
 
@@ -126,7 +127,7 @@ def test_llvm_leaves_many_products_as_they_are(tmp_path: Path, monkeypatch: pyte
         levels.clear()
         module = make_module(code.module, code.text)
         try:
-            ptx = compile_code(module.__dict__["kernel"], code).asm["ptx"]
+            ptx = compile_code(module.__dict__[code.module], code).asm["ptx"]
         finally:
             drop_module(module)
         assert levels == [level]

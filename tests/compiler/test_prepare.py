@@ -16,9 +16,10 @@ from torch import Tensor, nn
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.kernels import ahead, launch
-from insum_nn.compiler.kernels.ahead import collect, compile_all
+from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.source import OnDevice
+from insum_nn.compiler.kernels.workers import compile_all
 from insum_nn.compiler.runtime import prepare as prepare_module
 from insum_nn.errors import InsumBackendError, InsumFormatError
 from insum_nn.testing.tolerances import assert_matches
@@ -214,7 +215,7 @@ def test_a_process_that_ends_takes_no_other_kernel_with_it(tmp_path: Path, monke
 
 def test_a_kernel_without_machine_code_is_an_error(for_h200: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        prepare_module, "compile_all", lambda codes, *_: compile_all([code("bad", "kernel = None\n")], 1)
+        prepare_module, "compile_all", lambda codes, *_, **__: compile_all([code("bad", "kernel = None\n")], 1)
     )
     with pytest.raises(InsumBackendError, match="1 of 1 kernels could not be compiled"):
         insum_nn.prepare(Sums(), *operands())

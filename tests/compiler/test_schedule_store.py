@@ -7,10 +7,9 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ import insum_nn
 import insum_nn.schedules
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.ir.schedule import Schedule
+from insum_nn.compiler.kernels.machine_code import KernelCode
+from insum_nn.compiler.kernels.workers import Compiled, compile_all
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import tune
@@ -30,8 +31,10 @@ from insum_nn.compiler.schedule.device import H200
 from insum_nn.compiler.schedule.form import Form, make_form
 from insum_nn.compiler.schedule.tune import choose_schedule
 from insum_nn.compiler.tuning import database, progress
+from insum_nn.compiler.tuning import select as selecting
 from insum_nn.compiler.tuning.cache_folder import cache_folder
-from insum_nn.compiler.tuning.select import Measurement, Selected
+from insum_nn.compiler.tuning.select import Selected
+from tests.compiler.test_prepare import KERNEL, code
 from tests.ranks import CONTEXT, new_process
 
 ROOT = Path(__file__).parents[2]
@@ -69,9 +72,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A measurement that says it was made."""
     made: list[str] = []
 
-    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> list[tuple[Schedule, float]]:
         made.append(str(form.bound.statement))
-        return Measurement(FASTEST, 10.0), Measurement(SECOND, 20.0), Measurement(Schedule(), float("inf"))
+        return [(FASTEST, 10.0), (SECOND, 20.0), (Schedule(), float("inf"))]
 
     monkeypatch.setattr(tune, "_measure", measure)
     return made
@@ -116,75 +119,55 @@ def test_where_a_choice_does_not_matter_nothing_is_looked_up(monkeypatch: pytest
 
 
 def test_nothing_ran(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tune, "_measure", lambda *_: (Measurement(FASTEST, float("inf")),))
-    assert choose().reason == "the default: no candidate ran"
+    monkeypatch.setattr(tune, "_measure", lambda *_: [(FASTEST, float("inf"))])
+    assert choose().reason == "the default; no candidate ran"
     assert not list((cache_folder() / "schedules").glob("*"))
 
 
-def test_times_of_candidates():
-    """Tuning itself, with a clock that prefers the second candidate."""
+class _Timed:
+    """A trial without a kernel of its own, as fast as its place among those that were made says."""
+
+    def __init__(self, made: list[_Timed], schedule: Schedule, times: Sequence[float]) -> None:
+        self.schedule, self.own, self.us = schedule, code(f"candidate_{len(made)}", KERNEL), times[len(made)]
+        made.append(self)
+
+    def codes(self) -> list[KernelCode]:
+        return [self.own]
+
+    def time(self, repeat: int) -> float:
+        return self.us
+
+
+def measure_timed(monkeypatch: pytest.MonkeyPatch, times: Sequence[float], missing: int) -> list[tuple[Any, float]]:
+    """Tuning itself, where the machine code of one candidate is missing."""
     bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
     form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False)
-    tried: list[Schedule] = []
+    made: list[_Timed] = []
 
-    class Trial:
-        def __init__(self, form: object, schedule: Schedule, *rest: object) -> None:
-            self.schedule = schedule
-            self.place = len(tried)
-            tried.append(schedule)
+    def compile_all(codes: Sequence[KernelCode], workers: int, seconds: float) -> list[Compiled]:
+        assert len(codes) == len(made)
+        return [Compiled(each, 0.0, False, "no code" * (n == missing)) for n, each in enumerate(codes)]
 
-        def compile(self) -> bool:
-            return self.place != 0
-
-        def time(self, repeat: int) -> float:
-            return abs(self.place - 1) + 1.0
-
-    found = tune._measure(form, partial(Trial, form), list(candidates(form)))  # type: ignore[arg-type]
-    assert [m.candidate for m in found[:1]] == [tried[1]]
-    assert found[0].microseconds == 1.0
-    # The first has no machine code.
-    assert found[-1] == Measurement(tried[0], float("inf"))
+    monkeypatch.setattr(tune, "compile_all", compile_all)
+    trial: Any = lambda schedule: _Timed(made, schedule, times)  # noqa: E731
+    schedules = [*candidates(form)][: len(times)]
+    return [(schedules.index(schedule), us) for schedule, us in tune._measure(form, trial, schedules)]
 
 
-def test_tuning_takes_what_was_compiled_in_parallel_with_a_slow_first_kernel(monkeypatch: pytest.MonkeyPatch):
-    """The budget is over when the first is there; those that are begun are waited for, but not for long."""
-    bound = bind(parse(TEXT), TENSORS, None, facts=FACTS)
-    form = make_form(bound, {"p": 3, "n": 8}, (5, 8), {}, deterministic=False)
-    slow, first = threading.Event(), threading.Event()
-    made: list[Trial] = []
-    timed: list[int] = []
+def test_times_of_candidates(monkeypatch: pytest.MonkeyPatch):
+    """The fastest comes first; one without machine code last, and one that does not run."""
+    inf = float("inf")
+    found = measure_timed(monkeypatch, (1.0, 4.0, 2.0, 3.0, 5.0), 0)
+    assert found == [(2, 2.0), (3, 3.0), (1, 4.0), (4, 5.0), (0, inf)]
+    assert measure_timed(monkeypatch, (inf, 4.0), 1) == [(0, inf), (1, inf)]
 
-    class Trial:
-        def __init__(self, form: object, schedule: Schedule, *rest: object) -> None:
-            self.schedule, self.place = schedule, len(made)
-            made.append(self)
 
-        def compile(self) -> bool:
-            if self.place == 0:
-                first.set()
-            elif self.place == 1:
-                slow.wait(30)
-            else:
-                first.wait(30)
-                time.sleep(0.1)
-            return True
-
-        def time(self, repeat: int) -> float:
-            timed.append(self.place)
-            return 1.0 + self.place
-
-    monkeypatch.setattr(tune, "_BUDGET", 0.0)
-    monkeypatch.setattr(tune, "_LONGEST", 0.0)
-    monkeypatch.setattr(tune.settle, "__defaults__", (1.0,))
-    monkeypatch.setattr(tune.os, "cpu_count", lambda: 3)
-    schedules = [Schedule(m=16), Schedule(m=32), Schedule(m=64), Schedule(m=128)]
-    found = tune._measure(form, partial(Trial, form), schedules)  # type: ignore[arg-type]
-    # The fourth was not begun when the time was over, or is done as well.
-    assert set(timed) - {3} == {0, 2}
-    assert [m.candidate for m in found[:2]] == [schedules[0], schedules[2]]
-    assert not tune.settle(0.0)
-    slow.set()
-    assert tune.settle(10.0)
+def test_no_candidate_begins_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    texts = [KERNEL.replace("at.to(tl.float32)", f"at.to(tl.float32) + {n}") for n in range(3)]
+    codes = [code(f"late_{n}", text) for n, text in enumerate(texts)]
+    found = [not each.error for each in compile_all(codes, 2, 0.0)]
+    assert found == [True, True, False]
 
 
 # Keys.
@@ -439,25 +422,23 @@ def test_packaged_files_are_whole():
         assert entry.key["format"] == database._FORMAT, "measured for schedules of another meaning"
         assert entry.key["device"] == "cuda 9.0, 132 multiprocessors"
         if entry.key["kind"] == "schedule":
-            # Warnings are errors: an entry that is none gives one.
-            found = tune._decoded(entry)
-            assert found is not None
-            assert found.candidate == Schedule.from_json(entry.value["measured"][0]["schedule"])
+            found = Schedule.from_json(entry.value["schedule"])
+            assert found == Schedule.from_json(entry.value["measured"][0]["schedule"])
 
 
 # One measures, the others read.
 
 
 def racer(name: str, folder: Path, sleep: float, waits: float, out: Any) -> None:
-    def measure(*_: object) -> tuple[Measurement, ...]:
+    def measure(*_: object) -> list[tuple[Schedule, float]]:
         with (folder / "made").open("a") as file:
             file.write("x")
         (folder / "begun").touch()
         time.sleep(sleep)
-        return (Measurement(FASTEST, 10.0),)
+        return [(FASTEST, 10.0)]
 
     changed: Any = tune
-    changed.worth_selecting, changed._measure, changed.WAIT = lambda extents: True, measure, waits
+    changed.worth_selecting, changed._measure, selecting.WAIT = lambda extents: True, measure, waits
     (folder / f"ready{name}").touch()
     while len(list(folder.glob("ready*"))) < 2:
         time.sleep(0.01)
@@ -525,14 +506,12 @@ def test_progress_is_a_bar_that_disappears(monkeypatch: pytest.MonkeyPatch, capl
     pytest.importorskip("tqdm")
     screen = Terminal(tty=True)
     monkeypatch.setattr(sys, "stderr", screen)
-    with caplog.at_level(logging.INFO, logger="insum_nn.tuning"), progress.Progress("tuning C[i]  += A[i]", 2) as shown:
+    with caplog.at_level(logging.INFO, logger="insum_nn.tuning"), progress.progress("tuning C[i]  += A[i]", 2) as step:
         assert "tuning C[i] += A[i]:   0%" in screen.text
-        shown.step(2)
-        shown.result = "5 us"
+        step(), step()
     assert screen.text.split("\r")[-2].strip() == ""
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
     assert "2 of 2" in caplog.text
-    assert "5 us" in caplog.text
 
 
 @pytest.mark.parametrize(("tty", "installed"), [(False, True), (True, False)])
@@ -542,8 +521,8 @@ def test_only_the_log_tells_without_a_terminal_or_tqdm(
     screen = Terminal(tty=tty)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(progress, "find_spec", lambda name: object() if installed else None)
-    with caplog.at_level(logging.INFO, logger="insum_nn.tuning"), progress.Progress("tuning", 2) as shown:
-        shown.step()
+    with caplog.at_level(logging.INFO, logger="insum_nn.tuning"), progress.progress("tuning", 2) as step:
+        step()
     assert screen.text == ""
     assert "tuning: 1 of 2 in" in caplog.text
 

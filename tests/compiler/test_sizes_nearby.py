@@ -19,7 +19,7 @@ from insum_nn.compiler.schedule import tune
 from insum_nn.compiler.schedule.form import LONGEST, Form, make_form
 from insum_nn.compiler.schedule.tune import choose_schedule
 from insum_nn.compiler.tuning import database
-from insum_nn.compiler.tuning.select import Measurement, Selected
+from insum_nn.compiler.tuning.select import Selected
 from tests.compiler.test_schedule_store import FACTS, TENSORS, TEXT
 
 KEY = {"kind": "schedule", "statement": "imagined", "static": (("c", 4),), "bucket": [14, 5]}
@@ -136,9 +136,9 @@ def tunings(monkeypatch: pytest.MonkeyPatch) -> list[list[Schedule]]:
     """What is measured, by a clock for which the first is the fastest."""
     made: list[list[Schedule]] = []
 
-    def measure(form: Form, trial: object, schedules: list[Schedule]) -> tuple[Measurement[Schedule], ...]:
+    def measure(form: Form, trial: object, schedules: list[Schedule]) -> list[tuple[Schedule, float]]:
         made.append(list(schedules))
-        return tuple(Measurement(schedule, float(us)) for us, schedule in enumerate(schedules, start=1))
+        return [(schedule, float(us)) for us, schedule in enumerate(schedules, start=1)]
 
     monkeypatch.setattr(tune, "_measure", measure)
     monkeypatch.setattr(tune, "worth_selecting", lambda extents: True)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from insum_nn.compiler.kernels import c_launcher
-from insum_nn.compiler.kernels.ahead import compile_all
 from insum_nn.compiler.kernels.c_launcher import prepare_launcher
 from insum_nn.compiler.kernels.machine_code import KernelCode, compile_code, drop_module, make_module
 from insum_nn.compiler.kernels.stored_code import find_code, remember_code
+from insum_nn.compiler.kernels.workers import compile_all
 from tests.compiler.test_prepare import KERNEL, code
 
 triton: Any = pytest.importorskip("triton")
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compiled(kernel: KernelCode) -> Any:
     module = make_module(kernel.module, kernel.text)
     try:
-        return compile_code(module.__dict__["kernel"], kernel)
+        return compile_code(module.__dict__[kernel.module], kernel)
     finally:
         drop_module(module)
 
@@ -47,6 +47,9 @@ def test_code_is_found_without_its_text(folder: Path):
     found = find_code(kernel)
     assert found.asm["cubin"] == made.asm["cubin"]
     assert (found.hash, found.metadata, found.packed_metadata) == (made.hash, made.metadata, made.packed_metadata)
+    # Profilers show the name.
+    assert found.name == kernel.module
+    assert f".entry {kernel.module}(" in made.asm["ptx"]
     assert kernel.module not in sys.modules
 
 
@@ -55,14 +58,15 @@ def test_what_machine_code_depends_on_tells_kernels_apart(folder: Path, monkeypa
     remember_code(kernel, compiled(kernel).hash)
     others = [
         replace(kernel, text=KERNEL.replace("64", "32")),
+        replace(kernel, module="another"),
         replace(kernel, signature=("*fp32", "i64")),
         replace(kernel, aligned=(0, 1)),
         replace(kernel, options=(("num_warps", 2), ("num_stages", 2))),
         replace(kernel, target=("cuda", 80, 32)),
     ]
     assert [find_code(each) for each in others] == [None] * len(others)
-    # How long it takes to compile, and under which name, make no difference.
-    assert find_code(replace(kernel, narrow=True, module="another")) is not None
+    # How long it takes to compile makes no difference.
+    assert find_code(replace(kernel, narrow=True)) is not None
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
     assert find_code(kernel) is None
 
@@ -90,7 +94,7 @@ def _nothing_compiled(folder: Path, caches: Path) -> None:
 
 
 def _damaged_metadata(folder: Path, caches: Path) -> None:
-    for path in caches.glob("*/kernel.json"):
+    for path in caches.glob("*/test_kernel_stored.json"):
         path.write_text("{")
 
 

@@ -11,12 +11,13 @@ import atexit
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
-from insum_nn.compiler.kernels.ahead import Worker, processors
-from insum_nn.compiler.kernels.machine_code import KernelCode, to_json
-from insum_nn.compiler.kernels.stored_code import is_stored, remember_code
+from insum_nn.compiler.kernels.machine_code import KernelCode
+from insum_nn.compiler.kernels.stored_code import is_stored
+from insum_nn.compiler.kernels.workers import Queue, Worker, processors
 from insum_nn.locks import new_lock
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "helped",
     "missed",
     "prepared",
-    "rehearsals",
     "settle",
     "submit",
     "take",
@@ -34,8 +34,6 @@ __all__ = [
 
 # Processes at most, and processors from which on there are some.
 _MOST, _FEWEST_PROCESSORS = 12, 3
-# Seconds without work after which a process ends, and for which one kernel is waited for.
-_IDLE, _LONGEST = 10.0, 60.0
 
 
 def default_background_workers() -> int:
@@ -48,7 +46,7 @@ def default_background_workers() -> int:
     return min(own - 1, _MOST) if own >= _FEWEST_PROCESSORS else 0
 
 
-class Background:
+class Background(Queue[KernelCode]):
     """Kernels that other processes compile for the cache on disk.
 
     Args:
@@ -56,23 +54,20 @@ class Background:
 
     Attributes:
         missing: kernels that this process needed and did not find on disk.
-        of_steps: kernels of whole steps that were rehearsed, and whether with their backward passes.
     """
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        super().__init__(most, self._new_worker)
         self.missing = 0
-        self.of_steps: dict[KernelCode, bool] = {}
+        self._workers: WeakSet[Worker] = WeakSet()
         self._known: set[KernelCode] = set()
-        self._waiting: dict[KernelCode, None] = {}
-        self._running: dict[KernelCode, threading.Event] = {}
-        self._workers: set[Worker] = set()
-        self._threads = 0
-        self._changed = threading.Condition()
 
-    def rehearsed(self, code: KernelCode, recorded: bool) -> bool:
-        """Whether a rehearsal of a step met a kernel; `recorded`: one that came to the end of its backward pass."""
-        return self.of_steps.get(code, False) if recorded else code in self.of_steps
+    def _new_worker(self) -> Worker:
+        # Interrupted or not, the step decides; what a compiler prints, the step's own attempt prints again.
+        worker = Worker(stderr=subprocess.DEVNULL, start_new_session=True)
+        with self._changed:
+            self._workers.add(worker)
+        return worker
 
     def missed(self, code: KernelCode, later: bool) -> None:
         """Note that this process needs a kernel that is not on disk.
@@ -93,89 +88,27 @@ class Background:
 
         `alone`: this process goes on without them, so a single one is worth another process too.
         """
-        missing = [code for code in codes if code not in self._known and not is_stored(code)]
+        new = [code for code in codes if code not in self._known and not is_stored(code)]
         with self._changed:
-            for code in missing:
-                if code not in self._known:
-                    self._known.add(code)
-                    self._waiting[code] = None
-            self._start(least=1 if alone else 2)
-            self._changed.notify_all()
+            self.missing = max(self.missing, int(alone))
+            self.add(*(code for code in new if code not in self._known))
+            self._known.update(new)
 
-    def take(self, code: KernelCode) -> None:
+    def take(self, job: KernelCode) -> None:
         """Return when this process may load or compile a kernel: no other compiles it, or the wait was too long."""
-        with self._changed:
-            self._known.add(code)
-            self._waiting.pop(code, None)
-            running = self._running.get(code)
-        if running is not None:
-            running.wait(_LONGEST)
-
-    def settle(self, seconds: float) -> bool:
-        """Wait until nothing is compiled any more; `False`: that takes longer."""
-        with self._changed:
-            # If no worker process could be started, queued kernels stay queued, and are not waited for.
-            return self._changed.wait_for(lambda: not self._running and not (self._waiting and self._threads), seconds)
+        self._known.add(job)
+        super().take(job)
 
     def close(self) -> None:
         """End all processes at once."""
+        super().close()
         with self._changed:
-            self._waiting.clear()
             for worker in self._workers:
                 worker.process.kill()
 
-    def _start(self, least: int = 2) -> None:
-        if self.missing + len(self._waiting) + len(self._running) < least:
-            return
-        for _ in range(min(self.most, len(self._waiting) + len(self._running)) - self._threads):
-            self._threads += 1
-            # What waits for a process must not keep this one from ending.
-            threading.Thread(target=self._work, name="insum_nn_compile", daemon=True).start()
-
-    def _work(self) -> None:
-        """Have one process compile what waits, until nothing comes any more or the process ends."""
-        worker: Worker | None = None
-        try:
-            # Interrupted or not, the step decides; what a compiler prints, the step's own attempt prints again.
-            worker = Worker(stderr=subprocess.DEVNULL, start_new_session=True)
-            with self._changed:
-                self._workers.add(worker)
-            if worker.ask("") is None:
-                return
-            while (code := self._next()) is not None:
-                try:
-                    answer = worker.ask(to_json(code))
-                    if answer is None:
-                        return
-                    if "hash" in answer:
-                        remember_code(code, answer["hash"])
-                finally:
-                    with self._changed:
-                        self._running.pop(code).set()
-                        self._changed.notify_all()
-        except OSError:
-            # No process, or no pipe: the step compiles its kernels itself.
-            return
-        finally:
-            with self._changed:
-                self._threads -= 1
-                self._changed.notify_all()
-                if worker is not None:
-                    self._workers.discard(worker)
-            if worker is not None:
-                worker.close()
-
-    def _next(self) -> KernelCode | None:
-        with self._changed:
-            if not self._waiting:
-                self._changed.wait_for(lambda: bool(self._waiting), _IDLE)
-            if not self._waiting:
-                return None
-            # All wait for the last to end.
-            code = max(self._waiting, key=lambda each: each.effort)
-            del self._waiting[code]
-            self._running[code] = threading.Event()
-            return code
+    def _start(self) -> None:
+        if self.missing + len(self._waiting) + len(self._running) > 1:
+            super()._start()
 
 
 class _Cold(threading.local):
@@ -183,55 +116,30 @@ class _Cold(threading.local):
 
     Attributes:
         due: it needed a kernel that was not there, so what its gradients need is not there either.
-        call: the function of the recorded call that runs now, its context, and its arguments.
+        call: of the recorded call that runs now, a function that finds its kernels and those of its gradients and
+            submits them, with what it is given.
     """
 
     due = False
     call: tuple[Any, ...] | None = None
 
 
-class _Rehearsals:
-    """How kernels are found ahead; set by the files that know.
-
-    Attributes:
-        call: finds the kernels of a recorded call and of its gradients, and submits them.
-        step: finds and submits the kernels of the step that runs now, of which one is missing, and returns them and
-            whether those of its backward pass are among them; its second argument tells whether a recorded call needs
-            that one.
-    """
-
-    call: Callable[..., None] | None = None
-    step: Callable[[KernelCode, bool], tuple[Iterable[KernelCode], bool]] | None = None
-
-
 cold = _Cold()
-rehearsals = _Rehearsals()
 _background: Background | None = None
 _lock = new_lock()
 
 
-def missed(code: KernelCode, *, rehearse: bool) -> None:
-    """Note that a kernel is needed that is not on disk.
-
-    Args:
-        code: the kernel.
-        rehearse: the recorded call that runs now launches it: those of its gradients are found before it is compiled.
-    """
+def missed(code: KernelCode) -> None:
+    """Note that a kernel is needed that is not on disk; those of a recorded call's gradients are found before."""
     begun = _begun()
-    aided = rehearse and begun.most > 0
+    aided = begun.most > 0
     call = cold.call if aided else None
-    rehearsed = begun.rehearsed(code, call is not None)
-    begun.missed(code, later=call is not None and not rehearsed)
-    if aided and not rehearsed and rehearsals.step is not None:
-        found, whole = rehearsals.step(code, call is not None)
-        begun.of_steps.update({each: whole or begun.rehearsed(each, True) for each in found})
-        rehearsed = begun.rehearsed(code, call is not None)
-    if rehearsed:
-        return
-    cold.due = begun.most > 0
-    if call is not None and rehearsals.call is not None:
+    begun.missed(code, later=call is not None)
+    cold.due = aided
+    if call is not None:
         cold.call = None
-        rehearsals.call(*call)
+        find, *given = call
+        find(*given)
 
 
 def _begun() -> Background:

@@ -67,11 +67,11 @@ def function_of(source: Source) -> Any:
         if function is None:
             module = make_module(name, source.text)
             # The module is found by its name, and must not hold what decides how long it stays.
-            function = _functions[name] = module.__dict__.pop("kernel")
+            function = _functions[name] = module.__dict__.pop(name)
             weakref.finalize(function, _forget, module).atexit = False
             # Triton keeps all functions, by name, for a way of loading kernels that is not used here.
             registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
-            for each in ("kernel", *module.__dict__):
+            for each in (name, *module.__dict__):
                 registry.pop(f"{name}:{each}", None)
         return function
 
@@ -160,29 +160,19 @@ class _Launch:
             if kind in ("out", "workspace", "additional"):
                 argument.zero_()
 
-    def compile(self, aligned: Sequence[bool], *, ahead: bool = False) -> Any:
-        """The machine code for the launch's device; Triton keeps it on disk.
-
-        Args:
-            aligned: which pointers are.
-            ahead: for a later launch, perhaps in another thread.
-        """
+    def compile(self, aligned: Sequence[bool]) -> Any:
+        """The machine code for the launch's device and pointers that are aligned so; Triton keeps it on disk."""
         code = self.code(aligned, target_of(self.number))
         kernel = find_code(code)
         if kernel is None:
             build_ahead()
-            background.missed(code, rehearse=not ahead)
+            background.missed(code)
             background.take(code)
             kernel = find_code(code)
         if kernel is None:
             kernel = compile_code(function_of(self.source), code)
             remember_code(code, kernel.hash)
         return kernel
-
-    def compile_ahead(self) -> None:
-        """Compile for aligned pointers on behalf of a later launch, perhaps in another thread."""
-        with torch.cuda.device(self.number):
-            self.compile(self.aligned, ahead=True)
 
     def on_device(self) -> OnDevice | None:
         """The machine code for aligned pointers, where it is on the device."""
@@ -213,9 +203,6 @@ class _Interpret:
 
     def __call__(self, arguments: list[Any], grid: int) -> None:
         self.function[(grid,)](*arguments)
-
-    def compile_ahead(self) -> None:
-        """Nothing is compiled."""
 
     def on_device(self) -> OnDevice | None:
         """Nothing is loaded."""

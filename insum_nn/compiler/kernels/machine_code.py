@@ -41,7 +41,7 @@ class KernelCode:
     """Everything that the machine code of a kernel depends on.
 
     Attributes:
-        module: the name of the module that the text becomes.
+        module: the name of the module that the text becomes, and of its function.
         text: the text; its function is `kernel`.
         signature: Triton's types of its parameters, in order.
         aligned: the places of the parameters that are multiples of 16.
@@ -86,10 +86,11 @@ def triton_version() -> str:
 def make_module(name: str, text: str) -> ModuleType:
     """The module of a kernel's text; its lines are found by tracebacks and by Triton.
 
+    Its function `kernel` has the module's name there, which profilers show.
     Triton keeps machine code under a digest of the text and of its place in its file, so that every process that
     makes the same module finds what another one compiled.
     """
-    path = f"<{name}>"
+    path, text = f"<{name}>", text.replace("def kernel(", f"def {name}(")
     module = ModuleType(name)
     module.__file__ = path
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
@@ -222,7 +223,7 @@ def serve() -> None:
         try:
             module = make_module(code.module, code.text)
             try:
-                kernel = compile_code(module.__dict__["kernel"], code)
+                kernel = compile_code(module.__dict__[code.module], code)
             finally:
                 drop_module(module)
             answer: dict[str, Any] = {"found": found[-1:] == [True], "hash": kernel.hash}

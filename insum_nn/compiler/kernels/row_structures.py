@@ -6,12 +6,10 @@ several times as long as a launch, and so would torch's operators for bitmasks, 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
+from insum_nn.compiler.kernels.written import written
 from insum_nn.compiler.passes.tile import WORD_BITS
 
 __all__ = ["divide_rows", "row_bitmasks", "tile_rows"]
@@ -118,12 +116,6 @@ def kernel(flat, begin, end, row_of, rows, terms, steps, size, count):
 """
 
 
-@lru_cache(maxsize=8)
-def _kernel(text: str, dtype: torch.dtype, *types: str | None) -> WrittenKernels:
-    """A kernel whose first parameter is an index tensor of a dtype."""
-    return WrittenKernels([WrittenKernel(text, (POINTERS[dtype], *types))])
-
-
 def row_bitmasks(index: Tensor) -> Tensor | None:
     """Return which rows of a contiguous index tensor (k, i) have an entry in each of its columns.
 
@@ -134,7 +126,7 @@ def row_bitmasks(index: Tensor) -> Tensor | None:
     rows, columns = index.shape
     if not 0 < rows * columns < _NARROW or torch._C._len_torch_dispatch_stack() > 0:
         return None
-    launchers = _kernel(_BITMASKS, index.dtype, "*i32", None, None, None).launchers(index.device)
+    launchers = written((_BITMASKS, (index.dtype, torch.int32))).launchers(index.device)
     if launchers is None:
         return None
     count, blocks = -(-rows // WORD_BITS), -(-columns // _COLUMNS)
@@ -159,7 +151,7 @@ def tile_rows(flat: Tensor, rows: int, size: int, count: int) -> tuple[Tensor, .
     # A program looks for all rows before its own.
     if not 0 < rows <= _FEW_ROWS or terms >= _NARROW or torch._C._len_torch_dispatch_stack() > 0:
         return None
-    launchers = _kernel(_TILED, flat.dtype, *["*i32"] * 3, *[None] * 5).launchers(flat.device)
+    launchers = written((_TILED, (flat.dtype, *[torch.int32] * 3))).launchers(flat.device)
     if launchers is None:
         return None
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
@@ -181,7 +173,7 @@ def divide_rows(lengths: Tensor, chunk: int, ranges: int, divided: int) -> tuple
         `begin`, `end`, `target`, `row_of` (int32), `divided` and `first` (int64) of a `RowPartition`; `None`: the
         kernel cannot be launched, or not yet.
     """
-    launchers = _kernel(_DIVIDED, lengths.dtype, *["*i32"] * 4, "*i64", "*i64", None).launchers(lengths.device)
+    launchers = written((_DIVIDED, (lengths.dtype, *[torch.int32] * 4, *[torch.int64] * 2))).launchers(lengths.device)
     if launchers is None:
         return None
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.

@@ -55,7 +55,7 @@ def find_code(code: KernelCode) -> Any:
     from triton.runtime.cache import get_cache_manager
 
     timer = CompileTimer()
-    name = "kernel.json"
+    name = f"{code.module}.json"
     group: dict[str, Any] = get_cache_manager(found).get_group(name) or {}
     # Only metadata and binary are needed; the text of each intermediate representation is long.
     group = {each: path for each, path in group.items() if each.endswith((".json", ".cubin", ".hsaco"))}
@@ -63,7 +63,7 @@ def find_code(code: KernelCode) -> Any:
         return None
     # All that a launcher asks of what was compiled.
     signature = dict(enumerate(code.signature))
-    source: Any = SimpleNamespace(name="kernel", constants={}, attrs={}, signature=signature, fn=None)
+    source: Any = SimpleNamespace(name=code.module, constants={}, attrs={}, signature=signature, fn=None)
     try:
         kernel = CompiledKernel(source, group, found)
     except (OSError, ValueError, KeyError):
@@ -93,7 +93,7 @@ def _name_of(code: KernelCode) -> str | None:
     if getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None:
         return None
     options = _options(code.target, code.options)
-    depends = [code.text, code.signature, code.aligned, options, _environment(), _triton()]
+    depends = [code.module, code.text, code.signature, code.aligned, options, _environment(), _triton()]
     return hashlib.sha256(json.dumps(depends).encode()).hexdigest()
 
 

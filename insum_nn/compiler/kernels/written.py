@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,11 +17,9 @@ from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels.ahead import collecting
 from insum_nn.compiler.kernels.launch import available, interpreted, launcher, load_ahead
 from insum_nn.compiler.kernels.source import Launcher, Source
+from insum_nn.dtypes import dtype_of
 
-__all__ = ["POINTERS", "WrittenKernel", "WrittenKernels"]
-
-POINTERS = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
-"""What Triton calls a pointer to an index tensor."""
+__all__ = ["WrittenKernel", "WrittenKernels", "written"]
 
 # Seconds until machine code that was missing is looked for again, which takes as long as several launches.
 _PAUSE = 0.2
@@ -71,6 +70,16 @@ class WrittenKernels:
         if not interpreted():
             self._ready[device] = found
         return found
+
+
+@lru_cache(maxsize=64)
+def written(*kernels: tuple[str, tuple[torch.dtype, ...]], warps: int = 4) -> WrittenKernels:
+    """Kernels of these texts; each with what its pointers point to, behind which stand numbers."""
+    found: list[WrittenKernel] = []
+    for text, dtypes in kernels:
+        numbers = text.partition("def kernel(")[2].partition(")")[0].count(",") + 1 - len(dtypes)
+        found.append(WrittenKernel(text, (*(dtype_of(each).pointer for each in dtypes), *[None] * numbers), warps))
+    return WrittenKernels(found)
 
 
 def _launcher(kernel: WrittenKernel, device: torch.device) -> Launcher:

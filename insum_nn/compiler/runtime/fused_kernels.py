@@ -11,7 +11,6 @@ Programs may add to one output, which then is one sum.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -39,7 +38,7 @@ from insum_nn.compiler.schedule.plan import Plan
 from insum_nn.compiler.schedule.tune import select_or_tune, worth_selecting
 from insum_nn.compiler.tuning import database as store
 from insum_nn.compiler.tuning.database import size_bucket
-from insum_nn.compiler.tuning.select import Measured, Selected, Task
+from insum_nn.compiler.tuning.select import Selected, Task
 from insum_nn.compiler.tuning.timing import time_whole
 from insum_nn.facts import IndexFacts
 from insum_nn.tensor_cache import insert
@@ -49,6 +48,8 @@ __all__ = ["Fused", "One", "choose"]
 T = TypeVar("T")
 # Kernels that are kept.
 _LIMIT = 64
+# In place of a kernel's place among those that compute all statements.
+_ONE_BY_ONE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,35 +350,21 @@ def _selected(
     # Which kernels there are to select from depends on it; what each of them computes does not.
     algorithm = {**(generated.form.plan.key or {}), "deterministic": deterministic}
     more = {"algorithm": store.digest(algorithm), "precision": generated.precision}
-    bucket = size_bucket(extents)
-    key = store.key_of("fusion", generated.form.bound, {}, bucket, pool[0].device, **more)
+    key = store.key_of("together", generated.form.bound, {}, size_bucket(extents), pool[0].device, **more)
 
-    def decode(value: Mapping[str, Any], origin: str) -> Selected[Fused | None]:
-        times = tuple(math.inf if us is None else float(us) for us in value["times"])
-        if len(times) != len(kernels()) + 1 or not all(us > 0 for us in times):
-            raise ValueError(f"{times} are not the times of {len(kernels())} kernels and of none")
-        return _fastest(kernels(), times)
+    def read(place: Any) -> int:
+        if place not in range(_ONE_BY_ONE, len(kernels())):
+            raise ValueError(f"{place} is none of {len(kernels())} kernels")
+        return place
 
-    def measure() -> Measured[Fused | None]:
-        times = tuple(
-            time_whole(run) for run in (*(kernel.make(ones, pool) for kernel in kernels()), _separately(ones))
-        )
-        return Measured(_fastest(kernels(), times), {"times": [None if math.isinf(us) else us for us in times]})
+    def measure(_: object) -> list[tuple[int, float]]:
+        runs = [_separately(ones), *(kernel.make(ones, pool) for kernel in kernels())]
+        times = [(place, time_whole(run)) for place, run in enumerate(runs, start=_ONE_BY_ONE)]
+        return sorted(times, key=lambda each: each[1])
 
-    rule: Selected[Fused | None] = Selected(first, "together: what they read is read once")
-    task = Task(key, lambda: rule, decode, measure)
-    found = select_or_tune(task, generated.options)
-    return found.candidate, found.reason
-
-
-def _fastest(kernels: Sequence[Fused], times: Sequence[float]) -> Selected[Fused | None]:
-    """Return the kernel that took the least time; the last time is of the programs one by one."""
-    best = min(range(len(kernels)), key=lambda at: times[at])
-    rows = [f"{us:.1f} us by {kernel.walk[0]}" for us, kernel in zip(times, kernels, strict=False)]
-    shown = f"{', '.join(rows)}; one by one {times[-1]:.1f} us"
-    if times[-1] <= times[best]:
-        return Selected(None, f"one by one: in one kernel {shown}")
-    return Selected(kernels[best], f"together: in one kernel {shown}")
+    task = Task(key, lambda: Selected(0, "what they read is read once"), read, int, measure)
+    place, reason = select_or_tune(task, generated.options)
+    return (None, f"one by one: {reason}") if place == _ONE_BY_ONE else (kernels()[place], f"together: {reason}")
 
 
 def _separately(ones: Sequence[One]) -> Callable[[], object]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -27,7 +26,6 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "may_be_empty",
-    "outer_autocast",
     "plain_apply",
     "product_dtype",
     "records_graph",
@@ -259,29 +257,12 @@ class _Suspended:
 
     def __enter__(self) -> None:
         torch.set_autocast_enabled(self.device, False)
-        _suspended.set((*_suspended.get(), self.device))
 
     def __exit__(self, *_: object) -> None:
-        _suspended.set(_suspended.get()[:-1])
         torch.set_autocast_enabled(self.device, True)
 
 
 _SUSPENDED = {device: _Suspended(device) for device in _DEVICES}
-
-
-# For which kinds of device autocast is suspended.
-_suspended: ContextVar[tuple[str, ...]] = ContextVar("suspended", default=())
-
-
-@contextmanager
-def outer_autocast(device: str) -> Generator[None]:
-    """Restore autocast as it is for the caller of a layer."""
-    inside = torch.is_autocast_enabled(device)
-    torch.set_autocast_enabled(device, inside or device in _suspended.get())
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, inside)
 
 
 _NOTHING = nullcontext()

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from insum_nn.compiler.kernels.ahead import Collection, Compiled, collect, compile_all, default_workers
+from insum_nn.compiler.kernels.ahead import Collection, collect
+from insum_nn.compiler.kernels.workers import Compiled, compile_all, default_workers
 from insum_nn.compiler.runtime.step import copied, run_step
-from insum_nn.compiler.tuning.progress import Progress
+from insum_nn.compiler.tuning.progress import progress
 from insum_nn.errors import InsumBackendError
 
 __all__ = ["PrepareReport", "prepare"]
@@ -114,8 +115,8 @@ def _compile(collection: Collection, workers: int | None) -> tuple[list[Compiled
     begin = time.perf_counter()
     if not codes:
         return [], 0.0, 0
-    with Progress("compiling kernels", len(codes)) as progress:
-        done = compile_all(codes, count, lambda _: progress.step())
+    with progress("compiling kernels", len(codes)) as step:
+        done = compile_all(codes, count, step=lambda _: step())
     failed = [each for each in done if each.error]
     if failed:
         raise InsumBackendError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,62 +13,18 @@ from torch import nn
 
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.compiler.runtime.step import Step, copied, run_step
-from insum_nn.compiler.tuning import database, session, timing
+from insum_nn.compiler.tuning import database, timing
 from insum_nn.compiler.tuning.cache_folder import own_folder
+from insum_nn.compiler.tuning.select import TuneReport, opened
 
 __all__ = ["TuneReport", "tune"]
 
 _log = logging.getLogger("insum_nn.tuning")
 
-# Runs of a whole step of which the median counts, and runs in which tasks are measured at most.
-_STEPS, _PASSES = 5, 8
+# Runs of a whole step of which the median counts.
+_STEPS = 5
 # Further seconds that other ranks wait for the one that measures: it compiles, and runs the step several times.
 _GRACE = 120.0
-
-
-@dataclass(frozen=True)
-class TuneReport:
-    """What `tune` measured and gained; `str()` is a line for each statement, and one for all.
-
-    Attributes:
-        statements: those whose kernels a step runs with enough work for a choice to matter.
-        reason: why nothing was measured; empty where something was.
-        seconds: that all of it took.
-        step_before_us: microseconds of the whole step before; `None`: nothing was measured.
-        step_after_us: the same afterwards.
-    """
-
-    statements: tuple[session.Tuned, ...]
-    reason: str
-    seconds: float
-    step_before_us: float | None = None
-    step_after_us: float | None = None
-
-    @property
-    def measured(self) -> int:
-        """Statements that were measured now."""
-        return sum(each.state == "measured" for each in self.statements)
-
-    @property
-    def left(self) -> int:
-        """Statements for which there was no time; another call goes on with them."""
-        return sum(each.state == "left" for each in self.statements)
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast as before the whole step is; 1.0 where nothing was measured."""
-        return self.step_before_us / self.step_after_us if self.step_before_us and self.step_after_us else 1.0
-
-    def __str__(self) -> str:
-        lines = [str(each) for each in self.statements]
-        count = f"{self.measured} of {len(self.statements)} statements measured in {self.seconds:.1f} s"
-        if self.reason:
-            lines.append(f"{count}: {self.reason}")
-        elif self.step_before_us is not None and self.step_after_us is not None:
-            before, after = self.step_before_us / 1000.0, self.step_after_us / 1000.0
-            left = f"; {self.left} left for another call" if self.left else ""
-            lines.append(f"{count}{left}; a step took {before:.2f} ms, and takes {after:.2f} ({self.gain:.2f} times)")
-        return "\n".join(lines)
 
 
 def tune(
@@ -116,19 +70,17 @@ def tune(
     begin = time.perf_counter()
     if isinstance(module, nn.parallel.DistributedDataParallel):
         module = module.module
+    report = TuneReport()
     rank, others = _ranks()
     if rank:
-        return _wait(budget + _GRACE if timeout is None else timeout, begin)
-    entries: list[session.Tuned] = []
-    try:
-        if reason := _why_not():
-            report = TuneReport((), reason, time.perf_counter() - begin)
-        else:
-            own, args, kwargs = copied(module, inputs, named)
-            report = _tuned(lambda: _step(own, args, kwargs, backward, double_backward), budget, entries, begin)
-    finally:
-        if others:
-            _publish(entries)
+        report.reason = _wait(budget + _GRACE if timeout is None else timeout)
+    else:
+        try:
+            report.reason = _why_not() or _measure(report, module, (inputs, named), budget, backward, double_backward)
+        finally:
+            if others:
+                _publish(report)
+    report.seconds = time.perf_counter() - begin
     _log.info("%s", report)
     return report
 
@@ -141,50 +93,41 @@ def _why_not() -> str:
     return ""
 
 
-def _step(module: Step, args: Any, kwargs: Any, backward: bool, double_backward: bool) -> None:
-    run_step(module, args, kwargs, backward, double_backward)
-    if isinstance(module, nn.Module):
-        module.zero_grad(set_to_none=True)
+def _measure(
+    report: TuneReport, module: Step, given: tuple[Any, Any], budget: float, backward: bool, double_backward: bool
+) -> str:
+    """Run a step until its tasks are measured or the budget is spent; return why nothing was measured."""
+    own, args, kwargs = copied(module, *given)
 
+    def step() -> None:
+        run_step(own, args, kwargs, backward, double_backward)
+        if isinstance(own, nn.Module):
+            own.zero_grad(set_to_none=True)
 
-def _tuned(step: Callable[[], None], budget: float, entries: list[session.Tuned], begin: float) -> TuneReport:
-    """Run a step until its tasks are measured or the budget is spent; what was measured goes to `entries`."""
-    tasks = session.Session()
-    try:
+    def select_again() -> None:
+        # Programs look their schedules up again.
         clear_cache()
-        with session.opened(tasks):
+        with opened(report):
             step()
-        if not tasks.remaining:
-            stored = f"the schedules of all {len(tasks.records)} statements were measured before"
-            reason = stored if tasks.records else "no kernel of the step has enough work for its schedule to matter"
-            return TuneReport(_statements(tasks), reason, time.perf_counter() - begin)
-        _log.info(
-            "%d statements to measure, in about %.0f s", len(tasks.remaining), len(tasks.remaining) * tasks.expected
-        )
-        before = timing.time_whole(step, _STEPS)
-        until = time.perf_counter() + budget
-        for _ in range(_PASSES):
-            count = len(tasks.remaining)
-            if not count or time.perf_counter() >= until:
-                break
-            tasks.admit(until)
-            # Programs look their schedules up again.
-            clear_cache()
-            with session.opened(tasks):
-                step()
-            if len(tasks.remaining) == count:
-                break
+
+    try:
+        select_again()
+        if not report.left:
+            stored = f"the schedules of all {len(report.statements)} statements were measured before"
+            return stored if report.statements else "no kernel of the step has enough work for its schedule to matter"
+        _log.info("%d statements to measure", report.left)
+        report.step_before_us = timing.time_whole(step, _STEPS)
+        until, left = time.perf_counter() + budget, 0
+        while report.left not in (0, left) and time.perf_counter() < until:
+            left = report.left
+            report.admit(until)
+            select_again()
         clear_cache()
         step()
-        after = timing.time_whole(step, _STEPS)
-        return TuneReport(_statements(tasks), "", time.perf_counter() - begin, before, after)
+        report.step_after_us = timing.time_whole(step, _STEPS)
+        return ""
     finally:
-        entries += [each for each in tasks.records.values() if each.state == "measured"]
         clear_cache()
-
-
-def _statements(tasks: session.Session) -> tuple[session.Tuned, ...]:
-    return tuple(sorted(tasks.records.values(), key=lambda each: -each.weight))
 
 
 # Several ranks.
@@ -209,25 +152,23 @@ def _job() -> tuple[Any, str]:
     return store, f"insum_nn/tune/{_calls}"
 
 
-def _publish(entries: list[session.Tuned]) -> None:
+def _publish(report: TuneReport) -> None:
     """Hand what was measured to the other ranks, which may not see this one's files."""
-    found = [database.find(each.key) for each in entries]
+    found = [database.find(each.key) for each in report.statements if each.state == "measured"]
     store, name = _job()
     store.set(name, json.dumps([[entry.key, entry.value] for entry in found if entry is not None]))
 
 
-def _wait(seconds: float, begin: float) -> TuneReport:
-    """Wait for what rank 0 measures, and keep it."""
+def _wait(seconds: float) -> str:
+    """Wait for what rank 0 measures, and keep it; return what became of it."""
     store, name = _job()
     try:
         store.wait([name], timedelta(seconds=seconds))
         entries = json.loads(store.get(name))
     except RuntimeError as error:
         # Rank 0 died, or its step takes longer: a schedule is a matter of speed alone.
-        reason = f"rank 0 did not finish within {seconds:.0f} s; this rank goes on without ({type(error).__name__})"
-        _log.warning("%s", reason)
-        return TuneReport((), reason, time.perf_counter() - begin)
+        return f"rank 0 did not finish within {seconds:.0f} s; this rank goes on without ({type(error).__name__})"
     for key, value in entries:
         database.write(key, value)
     clear_cache()
-    return TuneReport((), f"rank 0 measured {len(entries)} statements for all", time.perf_counter() - begin)
+    return f"rank 0 measured {len(entries)} statements for all"

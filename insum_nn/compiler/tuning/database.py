@@ -15,11 +15,11 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -54,12 +54,8 @@ Key = Mapping[str, Any]
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
 """Exceptions that reading a damaged value raises."""
 
-# Entries are shallow; deeper ones were not written here, and walking through them may exceed the stack.
-_DEPTH = 32
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One stored measurement.
 
     Attributes:
@@ -151,16 +147,18 @@ _LARGE = 10
 
 def near(key: Key) -> Entry | None:
     """Return what was measured for the same key with half or twice as many rows, and no other difference."""
-    rest, bucket, static = _split(_plain(key))
+    key = json.loads(json.dumps(dict(key)))
     found: list[tuple[int, Entry]] = []
-    for entry in _all():
-        other, sizes, extents = _split(entry.key)
-        # Of a few entries that the package ships, only the schedules that were fast in other sizes were measured.
-        if (other, extents) != (rest, static) or len(sizes) != len(bucket) or entry.value.get("nearby"):
-            continue
-        differ = [(a, b) for a, b in zip(bucket, sizes, strict=True) if a != b]
-        if differ and all(abs(a - b) == 1 and min(a, b) >= _LARGE for a, b in differ):
-            found.append((len(differ), entry))
+    own = sorted(_files().items())
+    for entries in (*(_read(*each) for each in own), *map(_entries, _shared())):
+        for entry in entries.values():
+            # Of a few entries that the package ships, only the schedules that were fast in other sizes were measured.
+            if entry.value.get("nearby") or {**entry.key, "bucket": key.get("bucket")} != key:
+                continue
+            with suppress(TypeError, ValueError):
+                differ = [(a, b) for a, b in zip(key["bucket"], entry.key["bucket"], strict=True) if a != b]
+                if differ and all(abs(a - b) == 1 and min(a, b) >= _LARGE for a, b in differ):
+                    found.append((len(differ), entry))
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
@@ -170,32 +168,6 @@ def in_full_precision(key: Key) -> Entry | None:
     What fits three fits one; and where sums of products beat the matrix unit by three, they mostly do by one.
     """
     return find({**key, "precision": "tf32x3"}) if key.get("precision") == "tf32" else None
-
-
-def _plain(key: Key) -> Key:
-    """Return a key as it is read from a file."""
-    return json.loads(json.dumps(dict(key)))
-
-
-def _split(key: Key) -> tuple[dict[str, Any], list[int], object]:
-    """Return a key without its sizes, its bucket, and the extents that are compiled in."""
-    rest = dict(key)
-    bucket, static = rest.pop("bucket", None), rest.pop("static", None)
-    whole = isinstance(bucket, list) and all(type(each) is int for each in bucket)
-    return rest, bucket if whole else [], static
-
-
-def _all() -> Iterator[Entry]:
-    """Yield every entry; each file of the cache folder is read once."""
-    for path in sorted(_files()):
-        with _lock:
-            if path not in _single:
-                _single[path] = next(_stored(path), None)
-            entry = _single[path]
-        if entry is not None:
-            yield entry
-    for path in (*_loaded, *_named(), *_packaged()):
-        yield from _entries(path).values()
 
 
 # One entry a file: the user's cache folder.
@@ -211,21 +183,15 @@ def _own(key: Key) -> Path:
     return cache_folder.path_of("schedules", f"{digest([key, versions()])}.json")
 
 
-def _stored(path: Path) -> Iterator[Entry]:
-    """Yield the entry of a file of the cache folder, if there is one."""
-    data = cache_folder.read("schedules", path.name)
-    if data is not None:
-        yield from _parsed(data, path)
+def find(key: Key, *, current: bool = False) -> Entry | None:
+    """Return the entry of a key: from the cache folder, the files loaded last, or those of the package.
 
-
-def find(key: Key) -> Entry | None:
-    """Return the entry of a key: from the cache folder, the files loaded last, or those of the package."""
-    for entry in _stored(_own(key)):
-        return entry
+    `current`: one that was measured with the versions in use.
+    """
     name = digest(key)
-    for path in (*reversed(_loaded), *_named(), *_packaged()):
+    for path in (_own(key), *_shared()):
         entry = _entries(path).get(name)
-        if entry is not None:
+        if entry is not None and (entry.current or not current):
             return entry
     return None
 
@@ -234,13 +200,13 @@ def write(key: Key, value: Mapping[str, Any]) -> None:
     """Store a value: whole or not at all, as several processes may do so at once."""
     # Without a folder to write to, each process measures for itself.
     cache_folder.write("schedules", _own(key).name, json.dumps(_to_json(Entry(key, value, versions()))).encode())
+    # Clocks of some file systems are too coarse to tell that a file has changed.
+    _read.cache_clear()
 
 
 # Files of many entries.
 
 _loaded: list[Path] = []
-_indexed: dict[Path, tuple[int, dict[str, Entry]]] = {}
-_single: dict[Path, Entry | None] = {}
 _lock = new_lock()
 
 
@@ -257,10 +223,10 @@ def export(path: str | os.PathLike[str]) -> int:
     """
     found: dict[str, Entry] = {}
     files = _files()
-    for entry in (entry for file in sorted(files, key=lambda file: (files[file], file)) for entry in _stored(file)):
-        name = digest(entry.key)
-        if entry.current or name not in found or not found[name].current:
-            found[name] = entry
+    for file in sorted(files, key=lambda file: (files[file], file)):
+        for name, entry in _read(file, files[file]).items():
+            if entry.current or name not in found or not found[name].current:
+                found[name] = entry
     # A line each: where one is measured again, the others stay.
     entries = [json.dumps(_to_json(found[name]), sort_keys=True) for name in sorted(found)]
     text = ",\n".join(entries)
@@ -291,7 +257,6 @@ def load(path: str | os.PathLike[str]) -> int:
         if file in _loaded:
             _loaded.remove(file)
         _loaded.append(file)
-        _indexed.pop(file, None)
     return len(_entries(file))
 
 
@@ -299,12 +264,13 @@ def unload() -> None:
     """Forget the files that were loaded."""
     with _lock:
         _loaded.clear()
-        _indexed.clear()
-        _single.clear()
+        _read.cache_clear()
 
 
-def _named() -> list[Path]:
-    return [Path(part) for part in os.environ.get("INSUM_NN_SCHEDULES", "").split(os.pathsep) if part]
+def _shared() -> list[Path]:
+    """Files of many entries: those loaded last first, those that the environment names, the package's."""
+    named = [Path(part) for part in os.environ.get("INSUM_NN_SCHEDULES", "").split(os.pathsep) if part]
+    return [*reversed(_loaded), *named, *_packaged()]
 
 
 def _packaged() -> list[Path]:
@@ -314,57 +280,31 @@ def _packaged() -> list[Path]:
 def _entries(path: Path) -> dict[str, Entry]:
     """Return a file's entries by their keys; it is read again when it changes."""
     try:
-        changed = path.stat().st_mtime_ns
+        return _read(path, path.stat().st_mtime_ns)
     except OSError:
-        changed = -1
-    with _lock:
-        cached = _indexed.get(path)
-        if cached is None or cached[0] != changed:
-            cached = _indexed[path] = changed, {digest(entry.key): entry for entry in _read(path)}
-        return cached[1]
+        return _read(path, -1)
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:
     return {"key": entry.key, "value": entry.value, "versions": entry.versions}
 
 
-def _read(path: Path) -> Iterator[Entry]:
-    """Yield the entries of a file by its path; one that cannot be read gives a warning."""
+@lru_cache(maxsize=4096)
+def _read(path: Path, _: int) -> dict[str, Entry]:
+    """The entries of a file by its path; one that cannot be read gives a warning."""
+    own = path.parent == cache_folder.path_of("schedules")
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        _warn(path, f"{type(error).__name__}: {error}")
-        return
-    yield from _parsed(data, path)
-
-
-def _parsed(text: bytes, path: Path) -> Iterator[Entry]:
-    """Yield the entries of a file's content; other content gives a warning."""
-    try:
-        data = json.loads(text.decode())
-        found = data["entries"] if "entries" in data else [data]
-        parts = [(each["key"], each["value"], each["versions"]) for each in found]
-        if not all(isinstance(part, dict) for each in parts for part in each):
+        data = cache_folder.read("schedules", path.name) if own else path.read_bytes()
+        if data is None:
+            return {}
+        read = json.loads(data.decode())
+        found = [(each["key"], each["value"], each["versions"]) for each in read.get("entries", [read])]
+        if not all(isinstance(part, dict) for each in found for part in each):
             raise TypeError("an entry is not made of objects")
-        if any(_deep(part) for each in parts for part in each):
-            raise ValueError("an entry is nested too deeply")
-    except UNREADABLE as error:
+        return {digest(key): Entry(key, value, versions, path) for key, value, versions in found}
+    except (OSError, *UNREADABLE) as error:
         _warn(path, f"{type(error).__name__}: {error}")
-        return
-    for key, value, versions in parts:
-        yield Entry(key, value, versions, path)
-
-
-def _deep(value: object) -> bool:
-    """Whether a value from JSON is nested more deeply than any that was written."""
-    left = [(value, 0)]
-    while left:
-        each, depth = left.pop()
-        if depth > _DEPTH:
-            return True
-        inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-        left += [(part, depth + 1) for part in inner]
-    return False
+        return {}
 
 
 def _warn(path: Path | None, why: str) -> None:

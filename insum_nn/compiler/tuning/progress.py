@@ -5,53 +5,47 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-__all__ = ["Progress"]
+__all__ = ["progress"]
 
 _log = logging.getLogger("insum_nn.tuning")
 
 
-class Progress:
+@contextmanager
+def progress(what: str, total: int) -> Generator[Callable[[], None]]:
     """Show `total` steps of something that takes seconds: a bar that disappears, and two log lines.
 
     Args:
         what: what is being done.
         total: number of steps.
 
-    >>> with Progress("tuning nothing", 2) as progress:
-    ...     progress.step()
+    Yields:
+        What counts one step as done.
+
+    >>> with progress("tuning nothing", 2) as step:
+    ...     step()
     """
+    what, begin, done = " ".join(what.split()), time.perf_counter(), 0
+    _log.info("%s: %d candidates", what, total)
+    bar: Any = None
+    # A user's own bar may be on the screen: tqdm knows of it, and a line of ours would overwrite it.
+    if sys.stderr.isatty() and find_spec("tqdm") is not None:
+        bar = import_module("tqdm").tqdm(total=total, desc=what, leave=False, unit="kernel")
 
-    def __init__(self, what: str, total: int) -> None:
-        self.what = " ".join(what.split())
-        self.total = total
-        self.done = 0
-        self.result = ""
-        self._bar: Any = None
-        self._begin = time.perf_counter()
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if bar is not None:
+            bar.update()
 
-    def __enter__(self) -> Self:
-        _log.info("%s: %d candidates", self.what, self.total)
-        # A user's own bar may be on the screen: tqdm knows of it, and a line of ours would overwrite it.
-        if sys.stderr.isatty() and find_spec("tqdm") is not None:
-            self._bar = import_module("tqdm").tqdm(total=self.total, desc=self.what, leave=False, unit="kernel")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        seconds = time.perf_counter() - self._begin
-        outcome = self.result if error is None else f"failed: {error}"
-        _log.info("%s: %d of %d in %.1f s; %s", self.what, self.done, self.total, seconds, outcome)
-
-    def step(self, count: int = 1) -> None:
-        """Count steps as done."""
-        self.done += count
-        if self._bar is not None:
-            self._bar.update(count)
+    try:
+        yield step
+    finally:
+        if bar is not None:
+            bar.close()
+        _log.info("%s: %d of %d in %.1f s", what, done, total, time.perf_counter() - begin)

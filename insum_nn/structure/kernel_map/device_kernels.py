@@ -8,7 +8,7 @@ by torch's operators, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -87,16 +87,10 @@ def _key(volume: int) -> torch.dtype:
     return torch.uint8 if volume <= _NARROW_KEY else torch.int32
 
 
-def _written(*kernels: tuple[str, Sequence[torch.dtype]]) -> Any:
-    """Kernels of these texts; each with what its pointers point to, behind which stand numbers."""
-    from insum_nn.compiler.kernels.written import POINTERS, WrittenKernel, WrittenKernels
+def _written(*kernels: tuple[str, tuple[torch.dtype, ...]]) -> Any:
+    from insum_nn.compiler.kernels.written import written
 
-    found: list[WrittenKernel] = []
-    for text, dtypes in kernels:
-        count = text.partition("def kernel(")[2].partition(")")[0].count(",") + 1
-        types = [POINTERS[dtype] for dtype in dtypes]
-        found.append(WrittenKernel(text, (*types, *[None] * (count - len(types))), warps=8))
-    return WrittenKernels(found)
+    return written(*kernels, warps=8)
 
 
 _INT = torch.int32

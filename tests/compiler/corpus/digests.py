@@ -139,7 +139,8 @@ def ttir(entry: Entry, form: Form, source: Source) -> str:
     written = ASTSource(function, signature, {}, {})
     functions = backend.get_codegen_implementation(options)
     module = written.make_ir(target, options, functions, backend.get_module_map(), context)
-    return without_names(backend.make_ttir(module, {}, options, _CAPABILITY).str_nodebug())
+    made = backend.make_ttir(module, {}, options, _CAPABILITY).str_nodebug()
+    return without_names(made.replace(function.__name__, "kernel"))
 
 
 def without_names(text: str) -> str:
