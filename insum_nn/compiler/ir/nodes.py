@@ -160,9 +160,9 @@ class Node(metaclass=_Interning):
     def rebuild(self, change: Callable[[Node], Node]) -> Node:
         """Apply `change` to each child."""
         children = self.children()
-        changed = [change(child) for child in children]
+        changed = tuple([change(child) for child in children])
         # Interned: most nodes of a kernel stay what they are.
-        if all(map(operator.is_, children, changed)):
+        if changed == children:
             return self
         parts, first = [*self.parts()], 0
         for place, several in type(self)._places:
@@ -170,7 +170,7 @@ class Node(metaclass=_Interning):
             if part is None:
                 continue
             last = first + (len(part) if several else 1)
-            parts[place] = tuple(changed[first:last]) if several else changed[first]
+            parts[place] = changed[first:last] if several else changed[first]
             first = last
         return type(self)(*parts)
 

@@ -127,7 +127,8 @@ class _Terms:
         if isinstance(node, Op):
             if node.name == "add":
                 return add(*parts)
-            if node.name == "mul" and all(map(_integer, parts)):
+            # The last factor is none of several.
+            if node.name == "mul" and all(map(_integer, reversed(parts))):
                 return multiply(*parts)
             if node.name == "at_least" and self.least(parts[0]) >= 0 and parts[1] is Const(0):
                 return Const(True, "bool")
@@ -156,7 +157,7 @@ class _Terms:
         start = table.at([_value(each, None) for each in subscripts])
         found: Expr = Const(start, "float64" if isinstance(start, float) else "int64")
         left = [each for each in subscripts if not isinstance(each, Const)]
-        for index in [node for node in walk(*left) if isinstance(node, Index)]:
+        for index in [node for node in walk(*left) if isinstance(node, Index)] if left else ():
             # With a single value any step will do; one that is not 0 keeps the index in the address, for its mask.
             step = (
                 table.at([_value(each, index) for each in subscripts]) - start if self.extents[index.name] != 1 else 1

@@ -283,6 +283,7 @@ class Form:
 # What stands in a term.
 
 
+@lru_cache(maxsize=1 << 14)
 def reads_of(store: Store) -> tuple[Load, ...]:
     """The tensors that a term is made of."""
     return tuple(read for factor in term_of(store).factors for read in operands(factor))
