@@ -7,10 +7,11 @@ it, of the tile loops around it; what is added in further tile loops is summed o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.codegen.triton_values import Scope, Value, Values, lanes_of
+from insum_nn.compiler.ir.graph import statements_in
 from insum_nn.compiler.ir.nodes import (
     Alloc,
     Buffer,
@@ -86,24 +87,22 @@ class _Printer(Values):
     def __init__(self, kernel: Kernel, wide: bool) -> None:
         super().__init__(wide, any(buffer.dtype == "float64" for buffer in kernel.inputs))
         self.kernel = kernel
-        for loop in _nested(kernel.body):
-            if loop.role == "tile":
-                self.tiles[loop.index.name] = loop
+        self.loops = {each.index: each for each in statements_in(kernel.body) if isinstance(each, Loop)}
+        self.tiles = {loop.index.name: loop for loop in self.loops.values() if loop.role == "tile"}
         # Tile loops around the statement being printed, and around each accumulator.
         self.around: list[str] = []
         self.outside: dict[Buffer, tuple[str, ...]] = {}
         self.helpers: dict[str, None] = {}
-        self.loops = {loop.index: loop for loop in _nested(kernel.body)}
-        nodes = [*walk(kernel)]
-        self.accessed = {node.buffer for node in nodes if isinstance(node, Load | Store)}
         self.added: dict[Buffer, list[Store]] = {}
-        for node in nodes:
-            if isinstance(node, Store) and node.buffer.local:
-                self.added.setdefault(node.buffer, []).append(node)
+        for each in statements_in(kernel.body):
+            if isinstance(each, Store) and each.buffer.local:
+                self.added.setdefault(each.buffer, []).append(each)
+        # The tile loops that a node varies with.
+        self.varies: dict[Node, frozenset[str]] = {}
 
     def print(self) -> TritonKernel:
         self.line("program = tl.program_id(0)")
-        grids = [loop for loop in _nested(self.kernel.body) if loop.role == "grid"]
+        grids = [loop for loop in self.loops.values() if loop.role == "grid"]
         body = grids[-1].body if grids else self.kernel.body
         for number, loop in reversed([*enumerate(grids)]):
             name = loop.index.name
@@ -115,9 +114,8 @@ class _Printer(Values):
                 self.line(f"{name} = {self.address_type('program')}")
             self.indices[name] = Value(name)
         self.block(body)
-        buffers = tuple(
-            b for b in (*self.kernel.inputs, *(r.buffer for r in self.kernel.results)) if b in self.accessed
-        )
+        every = (*self.kernel.inputs, *(result.buffer for result in self.kernel.results))
+        buffers = tuple(buffer for buffer in every if buffer in self.accessed)
         names = ", ".join([*(buffer.name for buffer in buffers), *map(str.upper, self.sizes)])
         head = ["import triton", "import triton.language as tl", "", "", *self.helpers]
         head += ["@triton.jit", f"def kernel({names}):"]
@@ -313,27 +311,25 @@ class _Printer(Values):
         shape = self.shape(axes) if axes else "()"
         self.line(f"{self.name_of(alloc.buffer)} = tl.full({shape}, {initial}, {dtype_of(alloc.buffer.dtype).tl})")
 
-    def axes_of(self, exprs: Iterable[Expr]) -> set[str]:
-        """Return the tile loops that expressions vary with, including those of their indices' own bounds."""
-        found: set[str] = set()
-        waiting: list[Node] = [*exprs]
-        seen: set[Node] = set()
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if isinstance(node, Index):
-                loop = self.loops[node]
-                if loop.role == "tile":
-                    found.add(node.name)
-                if loop.role != "grid":
-                    waiting.append(loop.begin)
-            elif isinstance(node, Load) and node.buffer.local:
-                for store in self.added.get(node.buffer, []):
-                    waiting += (store.value, *conjuncts(store.where))
-            elif not isinstance(node, Buffer):
-                waiting += node.children()
+    def axes_of(self, nodes: Iterable[Node]) -> frozenset[str]:
+        """Return the tile loops that nodes vary with, including those of their indices' own bounds."""
+        found = frozenset[str]()
+        for node in nodes:
+            axes = self.varies.get(node)
+            if axes is None:
+                parts: Sequence[Node] = node.children()
+                axes = frozenset[str]()
+                if isinstance(node, Index):
+                    loop = self.loops[node]
+                    axes = frozenset({node.name} if loop.role == "tile" else ())
+                    parts = () if loop.role == "grid" else (loop.begin,)
+                elif isinstance(node, Load) and node.buffer.local:
+                    added = self.added.get(node.buffer, [])
+                    parts = [part for store in added for part in (store.value, *conjuncts(store.where))]
+                elif isinstance(node, Buffer):
+                    parts = ()
+                axes = self.varies[node] = axes | self.axes_of(parts)
+            found |= axes
         return found
 
     def accumulate(self, store: Store) -> None:
@@ -436,15 +432,6 @@ class _Printer(Values):
     def nested(self, head: str, body: Sequence[str]) -> None:
         """Print a line that opens a block, and the block."""
         self.scopes[-1].lines += [head, *(f"    {line}" for line in body)]
-
-
-def _nested(statements: Sequence[Stmt]) -> Iterator[Loop]:
-    for statement in statements:
-        if isinstance(statement, Loop):
-            yield statement
-            yield from _nested(statement.body)
-        elif isinstance(statement, If):
-            yield from _nested((*statement.then, *statement.otherwise))
 
 
 def _steps_within(loop: Loop) -> Loop | None:

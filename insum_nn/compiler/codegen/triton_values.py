@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 from insum_nn.compiler.ir.nodes import (
     OPERATIONS,
@@ -66,8 +68,7 @@ _TEXT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """A name or a short expression: the tile axes that it has, and the depth of the loop from which on it is known."""
 
     text: str
@@ -107,6 +108,7 @@ class Values:
         # Where the index of a loop is inside of it, for loops whose lanes may run past the end.
         self.inside: dict[Index, Expr] = {}
         self.totals: dict[Buffer, Axes] = {}
+        self.accessed: set[Buffer] = set()
         self.dots: set[Buffer] = set()
         self.sizes: dict[str, None] = {}
         self.count = 0
@@ -125,7 +127,10 @@ class Values:
 
     def place(self, depth: int) -> int:
         """Return the scope in which to define a value of this depth: not outside of a branch."""
-        return max(depth, *(number for number, scope in enumerate(self.scopes) if scope.branch or not number))
+        for number in range(len(self.scopes) - 1, depth, -1):
+            if self.scopes[number].branch:
+                return number
+        return depth
 
     def compute(self, expr: Expr) -> Value:
         if isinstance(expr, Const):
@@ -202,6 +207,7 @@ class Values:
 
     def address(self, buffer: Buffer, subscripts: Sequence[Expr]) -> tuple[str, Value, int]:
         """Return a buffer's pointer, the offset of a cell, and its constant part, which costs nothing in an address."""
+        self.accessed.add(buffer)
         literal = 0
         groups: dict[Axes, list[Value]] = {}
         for subscript, stride in zip(subscripts, _strides(buffer), strict=True):
@@ -308,6 +314,7 @@ class Values:
         return Value(name, axes, depth)
 
 
+@lru_cache(maxsize=256)
 def _strides(buffer: Buffer) -> tuple[Expr, ...]:
     """Return the strides of a buffer."""
     if buffer.strides is not None:

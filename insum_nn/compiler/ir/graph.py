@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Loop, Op, Stmt, Store, operands
+from insum_nn.compiler.ir.nodes import Const, Expr, If, Index, Kernel, Loop, Op, Stmt, Store, operands
 
-__all__ = ["ENTRY", "ROW", "around", "extent_of", "factor_dtype", "factors_of", "loops_of", "store_of", "stores_of"]
+__all__ = ["ENTRY", "ROW", "around", "extent_of", "factor_dtype", "factors_of", "loops_of", "statements_in"]
+__all__ += ["store_of", "stores_of"]
 
 # Of loops over the rows of an output, and over the entries of one: see `passes/own_rows.py`.
 ROW, ENTRY = Index("row"), Index("entry")
@@ -21,6 +22,16 @@ def loops_of(kernel: Kernel) -> list[Loop]:
         loops.append(body[0])
         body = body[0].body
     return loops
+
+
+def statements_in(block: Iterable[Stmt]) -> Iterator[Stmt]:
+    """Yield statements and all inside of them, outer before inner."""
+    for statement in block:
+        yield statement
+        if isinstance(statement, Loop):
+            yield from statements_in(statement.body)
+        elif isinstance(statement, If):
+            yield from statements_in((*statement.then, *statement.otherwise))
 
 
 def around(loops: Iterable[Loop], body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
@@ -52,9 +63,15 @@ def stores_of(kernel: Kernel) -> tuple[Store, ...]:
 
 def factors_of(value: Expr) -> list[Expr]:
     """Return the factors of a product, in order: reads, numbers and functions."""
-    if isinstance(value, Op) and value.name == "mul":
-        return [factor for arg in value.args for factor in factors_of(arg)]
-    return [value]
+    found: list[Expr] = []
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Op) and each.name == "mul":
+            waiting += reversed(each.args)
+        else:
+            found.append(each)
+    return found
 
 
 def factor_dtype(kernel: Kernel) -> str:

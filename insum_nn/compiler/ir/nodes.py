@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 from insum_nn.compiler.lang.functions import FUNCTIONS, SIGNS
 from insum_nn.dtypes import DTYPES
 from insum_nn.facts import UNKNOWN, IndexFacts
-from insum_nn.locks import new_lock
 
 __all__ = [
     "OPERATIONS",
@@ -61,8 +60,6 @@ Combine = str
 Initial = Literal["none", "zero", "tensor"]
 Precision = Literal["ieee", "tf32", "tf32x3"]
 
-_lock = new_lock()
-
 
 class _Reference(weakref.ref[Any]):
     """Finds a node under its fields, as long as it lives."""
@@ -84,7 +81,7 @@ class _Interning(type):
     """Makes each subclass a frozen dataclass whose equal instances are one object."""
 
     _names: tuple[str, ...]
-    _defaults: dict[str, Any]
+    _defaults: tuple[Any, ...]
     # Places of numbers of several types: 1, 1.0 and True are equal, 0.0 and -0.0 too, and are different constants.
     _numbers: tuple[int, ...]
     # Places of nodes, and whether they are tuples of them.
@@ -100,7 +97,7 @@ class _Interning(type):
         made = dataclass(frozen=True, eq=False)(cls)
         own = fields(made)  # type: ignore[arg-type]
         made._names = tuple(field.name for field in own)
-        made._defaults = {field.name: field.default for field in own}
+        made._defaults = tuple(field.default for field in own)
         types = [str(field.type) for field in own]
         made._numbers = tuple(place for place, each in enumerate(types) if "float" in each)
         made._places = tuple(
@@ -112,36 +109,39 @@ class _Interning(type):
         return made  # type: ignore[return-value]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Most calls ask for a node that there is, with all fields in order.
-        parts = args
-        if kwargs or len(args) < len(cls._names):
-            defaults, rest = cls._defaults, cls._names[len(args) :]
-            parts = (*args, *[kwargs[name] if name in kwargs else defaults[name] for name in rest])
+        # Most calls ask for a node that there is.
+        parts = args + cls._defaults[len(args) :]
+        if kwargs:
+            parts = tuple([kwargs.get(name, part) for name, part in zip(cls._names, parts, strict=True)])
         key: object = parts
         for place in cls._numbers:
             value = parts[place]
-            key = (key, type(value), None if value is None else math.copysign(1, value))
+            if type(value) is not int and value is not None:
+                key = (key, type(value), math.copysign(1, value))
         table = cls._interned
         reference = table.get(key)
         found = None if reference is None else reference()
-        if found is None:
-            made: Any = object.__new__(cls)
-            children: tuple[Node, ...] = ()
-            for place, several in cls._places:
-                part = parts[place]
-                if part is not None:
-                    children += part if several else (part,)
-            # Faster than the dataclass, which sets one after the other.
-            state = made.__dict__
-            state.update(zip(cls._names, parts, strict=True))
-            state["_parts"], state["_children"] = parts, children
-            with _lock:
-                reference = table.get(key)
-                found = None if reference is None else reference()
-                if found is None:
-                    reference = table[key] = _Reference(made, _forget)
-                    reference.key, reference.table, found = key, table, made
-        return found
+        if found is not None:
+            return found
+        made: Any = object.__new__(cls)
+        children: tuple[Node, ...] = ()
+        for place, several in cls._places:
+            part = parts[place]
+            if part is not None:
+                children += part if several else (part,)
+        # Faster than the dataclass, which sets one after the other.
+        state = made.__dict__
+        state.update(zip(cls._names, parts, strict=True))
+        state["_parts"], state["_children"] = parts, children
+        own = _Reference(made, _forget)
+        own.key, own.table = key, table
+        # Another thread may have made it meanwhile; what is gone is not forgotten yet.
+        while (reference := table.setdefault(key, own)) is not own:
+            found = reference()
+            if found is not None:
+                return found
+            _forget(reference)
+        return made
 
 
 N = TypeVar("N", bound="Node")
@@ -160,9 +160,9 @@ class Node(metaclass=_Interning):
     def rebuild(self, change: Callable[[Node], Node]) -> Node:
         """Apply `change` to each child."""
         children = self.children()
-        changed = [change(child) for child in children]
+        changed = tuple([change(child) for child in children])
         # Interned: most nodes of a kernel stay what they are.
-        if all(map(operator.is_, children, changed)):
+        if changed == children:
             return self
         parts, first = [*self.parts()], 0
         for place, several in type(self)._places:
@@ -170,7 +170,7 @@ class Node(metaclass=_Interning):
             if part is None:
                 continue
             last = first + (len(part) if several else 1)
-            parts[place] = tuple(changed[first:last]) if several else changed[first]
+            parts[place] = changed[first:last] if several else changed[first]
             first = last
         return type(self)(*parts)
 
@@ -319,25 +319,28 @@ OPERATIONS: dict[str, Operation] = {
 
 def operation(name: str, *args: Expr) -> Expr:
     """Return an operation; of constants, their value."""
-    constants = [arg.value for arg in args if isinstance(arg, Const)]
-    if len(constants) < len(args):
-        return Op(name, args)
+    constants: list[int | float | bool] = []
+    for arg in args:
+        if not isinstance(arg, Const):
+            return Op(name, args)
+        constants.append(arg.value)
     value = OPERATIONS[name].evaluate(*constants)
     return Const(value, "bool" if isinstance(value, bool) else "float64" if isinstance(value, float) else "int64")
 
 
+_ZERO, _ONE, _TRUE = Const(0), Const(1), Const(True, "bool")
+
+
 def add(a: Expr, b: Expr) -> Expr:
     """`a + b`, of two constants their sum, without a zero."""
-    zero = Const(0)
-    return b if a is zero else a if b is zero else operation("add", a, b)
+    return b if a is _ZERO else a if b is _ZERO else operation("add", a, b)
 
 
 def multiply(a: Expr, b: Expr) -> Expr:
     """`a * b`, of two constants their product, without a one; 0 where either is."""
-    one, zero = Const(1), Const(0)
-    if a is zero or b is zero:
-        return zero
-    return b if a is one else a if b is one else operation("mul", a, b)
+    if a is _ZERO or b is _ZERO:
+        return _ZERO
+    return b if a is _ONE else a if b is _ONE else operation("mul", a, b)
 
 
 def operands(value: Expr) -> Iterator[Load]:
@@ -360,7 +363,7 @@ def conjuncts(condition: Expr | None) -> tuple[Expr, ...]:
 def conjunction(conditions: Sequence[Expr | None]) -> Expr | None:
     """All of these, each once; `None` is always true, and so is a constant that is not false."""
     found: Expr | None = None
-    for condition in dict.fromkeys(c for c in conditions if c is not None and c is not Const(True, "bool")):
+    for condition in dict.fromkeys(c for c in conditions if c is not None and c is not _TRUE):
         found = condition if found is None else Op("and", (found, condition))
     return found
 

@@ -110,9 +110,9 @@ def own_rows(
     # A row of the output without terms may lie outside of what is read at its number.
     some = None if tiled else Op("less", (low, high))
     move = replacing({**replacements, row_index: owned})
-    guard = _guarding(stores, row_index, some)
+    move_values = replacing({**replacements, row_index: owned, **_guarded(stores, row_index, some, move)})
     moved = tuple(
-        _moved(store, row_index, axis if store.buffer is first else -1, guard, move, target) for store in stores
+        _moved(store, row_index, axis if store.buffer is first else -1, move_values, move, target) for store in stores
     )
     free = [loop for loop in loops if loop.role == "free" and loop.index not in entries]
     sums = [loop for loop in loops if loop.role == "sum"]
@@ -132,14 +132,14 @@ def _moved(
     store: Store,
     row_index: Load,
     axis: int,
-    guard: Callable[[Node], Node],
+    move_values: Callable[[Node], Node],
     move: Callable[[Node], Node],
     target: Expr | None,
 ) -> Store:
     """A store at the row that a program owns, without what holds of every term of a row."""
     present = Op("at_least", (row_index, Const(0)))
     where = conjunction([c for c in conjuncts(store.where) if c is not present])
-    value = move(guard(store.value))
+    value = move_values(store.value)
     subscripts = [move(s) for s in store.subscripts]
     if axis >= 0:
         subscripts[axis] = ROW if target is None else target
@@ -147,12 +147,14 @@ def _moved(
     return Store(store.buffer, tuple(subscripts), value, store.combine, found)  # type: ignore[arg-type]
 
 
-def _guarding(stores: Sequence[Store], row_index: Load, some: Expr | None) -> Callable[[Node], Node]:
-    """What makes values read at a row's number only where the row has terms."""
+def _guarded(
+    stores: Sequence[Store], row_index: Load, some: Expr | None, move: Callable[[Node], Node]
+) -> dict[Node, Node]:
+    """What becomes of the reads at a row's number: they are made only where the row has terms."""
     present = Op("at_least", (row_index, Const(0)))
     replacements: dict[Node, Node] = {}
     for node in walk(*(store.value for store in stores)):
         if isinstance(node, Load) and node is not row_index and row_index in walk(node):
             others = [c for c in conjuncts(node.where) if c is not present]
-            replacements[node] = Load(node.buffer, node.subscripts, conjunction([*others, some]), node.fill)
-    return replacing(replacements)
+            replacements[node] = move(Load(node.buffer, node.subscripts, conjunction([*others, some]), node.fill))
+    return replacements

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from insum_nn.compiler.ir.access import indices_in
 from insum_nn.compiler.ir.nodes import (
@@ -128,7 +129,9 @@ def without(term: Term, address: Sequence[Expr]) -> Term:
 def partial_sums(groups: Sequence[Sequence[Term]], space: Space) -> tuple[list[Expr], Expr | None, list[Expr]]:
     """What each group of a cell's terms adds, where it is added, and the conditions by which the sum is selected."""
     terms = [term for group in groups for term in group]
-    needed = [loose(term.factors, [*term.conditions, *_past_ends(space)], space.guards) for term in terms]
+    # Terms have most factors in common.
+    past, guarded = _past_ends(space), cache(space.guards)
+    needed = [loose(term.factors, [*term.conditions, *past], guarded) for term in terms]
     shared = [c for c in needed[0] if all(c in each for each in needed)]
     settled = [c for c in shared if space.of_cell(c)]
     where = [c for c in shared if c not in settled]
@@ -164,11 +167,17 @@ def _by_factor(
 def _total(terms: Sequence[tuple[float, Sequence[Expr], Sequence[Expr]]], space: Space) -> Expr:
     """A sum of products, each 0 where its conditions do not hold."""
     groups: dict[tuple[Expr, ...], list[tuple[float, tuple[Expr, ...]]]] = {}
+    wide = cache(widened)
+
+    @cache
+    def lanes(factor: Expr) -> int:
+        return len(space.axes(factor))
+
     for number, factors, conditions in terms:
-        groups.setdefault(tuple(conditions), []).append((number, tuple(map(widened, factors))))
+        groups.setdefault(tuple(conditions), []).append((number, tuple(map(wide, factors))))
     total: Expr | None = None
     for conditions, each in groups.items():
-        part = select(conditions, factored(each, lambda factor: len(space.axes(factor))))
+        part = select(conditions, factored(each, lanes))
         total = part if total is None else Op("add", (total, part))
     assert total is not None
     return total

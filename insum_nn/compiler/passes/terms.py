@@ -8,8 +8,9 @@ sum, the sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from insum_nn.compiler.ir.graph import factors_of
 from insum_nn.compiler.ir.nodes import Cast, Const, Expr, Load, Op, Store, conjuncts
@@ -17,11 +18,10 @@ from insum_nn.dtypes import dtype_of, is_widened
 
 __all__ = ["Term", "factored", "guards", "loose", "select", "term_of", "vanishes", "widened"]
 
-ZERO = Const(0.0, "float64")
+ZERO, ONE = Const(0.0, "float64"), Const(1.0, "float64")
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """One product: `number` times `factors`, where all `conditions` hold."""
 
     number: float
@@ -29,11 +29,13 @@ class Term:
     conditions: tuple[Expr, ...] = ()
 
 
+# Asked of each store by what chooses a schedule, and by the pass that sums them.
+@lru_cache(maxsize=1 << 14)
 def term_of(store: Store) -> Term:
     """The term that a store adds."""
     every = factors_of(store.value)
     number = math.prod([factor.value for factor in every if isinstance(factor, Const)], start=1.0)
-    return Term(number, tuple(f for f in every if not isinstance(f, Const)), conjuncts(store.where))
+    return Term(number, tuple([f for f in every if not isinstance(f, Const)]), conjuncts(store.where))
 
 
 def guards(factor: Expr) -> tuple[Expr, ...]:
@@ -56,11 +58,12 @@ def vanishes(factor: Expr) -> bool:
 
 
 def loose(
-    factors: Sequence[Expr], conditions: Iterable[Expr], guarded: Callable[[Expr], Iterable[Expr]] = guards
+    factors: Sequence[Expr], conditions: Iterable[Expr], guarded: Callable[[Expr], Collection[Expr]] = guards
 ) -> list[Expr]:
     """The conditions, each once, that some factor is not guarded by; `guarded` says which ones guard a factor."""
-    each = [set(guarded(factor)) for factor in factors]
-    return [c for c in dict.fromkeys(conditions) if not each or any(c not in found for found in each)]
+    wanted = dict.fromkeys(conditions)
+    each = [guarded(factor) for factor in factors] if wanted else []
+    return [c for c in wanted if not each or any(c not in found for found in each)]
 
 
 def select(conditions: Sequence[Expr], value: Expr) -> Expr:
@@ -83,22 +86,21 @@ def widened(factor: Expr) -> Expr:
 def factored(terms: Sequence[tuple[float, Sequence[Expr]]], lanes: Callable[[Expr], int]) -> Expr:
     """A sum of products with common factors set before brackets, those of most lanes outermost."""
     count = len(terms[0][1])
-    order = sorted(
-        range(count), key=lambda n: (-max(lanes(factors[n]) for _, factors in terms), len({f[n] for _, f in terms}))
-    )
+    columns = [{factors[n] for _, factors in terms} for n in range(count)]
+    order = sorted(range(count), key=lambda n: (-max(map(lanes, columns[n])), len(columns[n])))
     return _bracket([(number, tuple(factors[n] for n in order)) for number, factors in terms])
 
 
 def _bracket(terms: Sequence[tuple[float, tuple[Expr, ...]]]) -> Expr:
     if not terms[0][1]:
-        return Const(float(sum(number for number, _ in terms)), "float64")
+        return Const(float(sum([number for number, _ in terms])), "float64")
     groups: dict[Expr, list[tuple[float, tuple[Expr, ...]]]] = {}
     for number, factors in terms:
         groups.setdefault(factors[0], []).append((number, factors[1:]))
     total: Expr | None = None
     for head, rest in groups.items():
         inner = _bracket(rest)
-        product = head if inner is Const(1.0, "float64") else Op("mul", (head, inner))
+        product = head if inner is ONE else Op("mul", (head, inner))
         total = product if total is None else Op("add", (total, product))
     assert total is not None
     return total

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.ir.access import indices_in
-from insum_nn.compiler.ir.graph import ENTRY, loops_of, stores_of
+from insum_nn.compiler.ir.graph import ENTRY, loops_of, statements_in, stores_of
 from insum_nn.compiler.ir.nodes import (
     Alloc,
     Buffer,
@@ -123,7 +123,7 @@ def tile(walk_: RowWalk, schedule: Schedule, tiling: Tiling) -> Kernel:
 
 def parts_of(kernel: Kernel) -> int:
     """Programs among which the cells of a tile of a placed kernel are divided."""
-    counts = (node.end for node in walk(kernel) if isinstance(node, Loop) and node.index is PART)
+    counts = (each.end for each in statements_in(kernel.body) if isinstance(each, Loop) and each.index is PART)
     return next((int(count.value) for count in counts if isinstance(count, Const)), 1)
 
 
@@ -400,6 +400,8 @@ class Tiler:
 
     def address_of(self, store: Store) -> tuple[Expr, ...]:
         """The conditions without which a store has no address."""
+        if store.where is None:
+            return ()
         found: list[Expr] = []
         for subscript, extent in zip(store.subscripts, store.buffer.shape, strict=True):
             for node in walk(subscript):

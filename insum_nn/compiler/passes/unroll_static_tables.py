@@ -10,18 +10,19 @@ a table is then a number and a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from insum_nn.compiler.ir.graph import around, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
+    OPERATIONS,
+    Buffer,
     Cast,
     Const,
     Expr,
     Index,
     Kernel,
     Load,
-    Loop,
     Node,
     Op,
     Store,
@@ -39,7 +40,7 @@ __all__ = ["unroll_static_tables"]
 
 
 def unroll_static_tables(
-    kernel: Kernel, tables: Mapping[str, StaticTable], unrolled: Sequence[str], points: Iterable[Mapping[str, int]]
+    kernel: Kernel, tables: Mapping[str, StaticTable], unrolled: Sequence[str], points: Sequence[Mapping[str, int]]
 ) -> Kernel:
     """Unroll a kernel over static tables.
 
@@ -50,108 +51,92 @@ def unroll_static_tables(
         points: the combinations of their values that have a term.
     """
     loops, stores = loops_of(kernel), stores_of(kernel)
-    folded: list[Store] = []
     shapes: dict[Node, Node] = {
         extent: Const(tables[buffer.name].shape[axis])
         for buffer in kernel.inputs
         if buffer.name in tables
         for axis, extent in enumerate(buffer.shape)
     }
-    stores = [*map(replacing(shapes), stores)]
-    extents = {name: _extent(loops, name) for name in (loop.index.name for loop in loops)}
-    varying = _varying(stores, frozenset([Index(name) for name in unrolled]))
-    steady: dict[Node, Node] = {}
-    for point in points:
-        fold = _Fold(tables, extents, {Index(name): Const(point[name]) for name in unrolled}, varying, steady)
-        for store in stores:
-            folded += fold.store(store)
-    body = around([loop for loop in loops if loop.index.name not in unrolled], tuple(folded))
+    extents = {loop.index.name: int(loop.end.value) for loop in loops if isinstance(loop.end, Const)}
+    values: dict[Node, list[Any]] = {Index(name): [Const(point[name]) for point in points] for name in unrolled}
+    terms = _Terms(tables, extents, values, len(points))
+    each = [terms.stores(store) for store in map(replacing(shapes), stores)]
+    folded = tuple(store for point in zip(*each, strict=True) for store in point if store is not None)
+    body = around([loop for loop in loops if loop.index.name not in unrolled], folded)
     inputs = tuple(buffer for buffer in kernel.inputs if buffer.name not in tables)
     return Kernel(inputs, kernel.results, body, kernel.exact)
 
 
-def _varying(nodes: Sequence[Node], unrolled: frozenset[Node]) -> frozenset[Node]:
-    """The nodes that are not the same at all points."""
-    memo = dict.fromkeys(unrolled, True)
-
-    def varies(node: Node) -> bool:
-        found = memo.get(node)
-        if found is None:
-            found = memo[node] = any([varies(child) for child in node.children()])
-        return found
-
-    for node in nodes:
-        varies(node)
-    return frozenset([node for node, found in memo.items() if found])
-
-
-def _extent(loops: Sequence[Loop], name: str) -> int | None:
-    end = next(loop.end for loop in loops if loop.index.name == name)
-    return int(end.value) if isinstance(end, Const) else None
-
-
-class _Fold:
-    """Replaces loops by their values and reads of tables by numbers, and computes what is known then.
+class _Terms:
+    """Replaces loops by their values and reads of tables by numbers, and computes what is known then, at all points.
 
     Args:
         tables: values by the canonical names of their buffers.
         extents: of the loops, where they are known.
-        values: of loops at this point.
-        varying: nodes that are not the same at all points.
-        steady: what became of the others, at this point or an earlier one.
+        values: of loops, at each point.
+        count: of points.
     """
 
     def __init__(
         self,
         tables: Mapping[str, StaticTable],
-        extents: Mapping[str, int | None],
-        values: Mapping[Node, Node],
-        varying: frozenset[Node],
-        steady: dict[Node, Node],
+        extents: Mapping[str, int],
+        values: Mapping[Node, list[Any]],
+        count: int,
     ) -> None:
-        self.tables = tables
-        self.extents = extents
-        self.memo: dict[Node, Node] = dict(values)
-        self.varying = varying
-        self.steady = steady
+        self.tables, self.extents, self.count = tables, extents, count
+        self.columns = dict(values)
 
-    def store(self, store: Store) -> list[Store]:
-        """The store at one point; none where a condition that is known now does not hold."""
-        conditions = [self.fold(condition) for condition in conjuncts(store.where)]
-        if any(isinstance(c, Const) and not c.value for c in conditions):
-            return []
-        subscripts = tuple(self.fold(s) for s in store.subscripts)
-        return [Store(store.buffer, subscripts, self.fold(store.value), store.combine, conjunction(conditions))]
+    def stores(self, store: Store) -> list[Store | None]:
+        """The store at each point; `None` where a condition that is known now does not hold."""
+        points = zip(
+            self.of(store.value), self.all_of(store.subscripts), self.all_of(conjuncts(store.where)), strict=True
+        )
+        return [
+            None
+            if any([isinstance(condition, Const) and not condition.value for condition in conditions])
+            else Store(store.buffer, subscripts, value, store.combine, conjunction(conditions))
+            for value, subscripts, conditions in points
+        ]
 
-    def fold(self, node: Node) -> Any:
-        """What becomes of a node: of an expression an expression."""
-        memo = self.memo if node in self.varying else self.steady
-        found = memo.get(node)
+    def all_of(self, nodes: Sequence[Node]) -> list[tuple[Any, ...]]:
+        """What becomes of several nodes at each point."""
+        return [*zip(*map(self.of, nodes), strict=True)] if nodes else [()] * self.count
+
+    def of(self, node: Node) -> list[Any]:
+        """What becomes of a node at each point: of an expression an expression."""
+        found = self.columns.get(node)
         if found is None:
-            found = memo[node] = self.made(node)
+            children = () if isinstance(node, Buffer) else node.children()
+            # Few of the values are different ones, and each is made once.
+            made: dict[tuple[Node, ...], Node] = {}
+            found = self.columns[node] = []
+            for parts in self.all_of(children):
+                each = made.get(parts)
+                if each is None:
+                    each = made[parts] = self.made(node, parts)
+                found.append(each)
         return found
 
-    def made(self, node: Node) -> Node:
-        """What becomes of a node, made of what becomes of its parts: no node that is only on the way."""
-        if isinstance(node, Load):
-            subscripts = tuple([self.fold(each) for each in node.subscripts])
-            table = self.tables.get(node.buffer.name)
-            if table is not None:
-                return self.entry(subscripts, table)
-            where = None if node.where is None else conjunction(conjuncts(self.fold(node.where)))
-            return Load(node.buffer, subscripts, where, node.fill)
+    def made(self, node: Node, parts: Sequence[Any]) -> Node:
+        """What becomes of a node, made of what became of its parts."""
+        if isinstance(node, Load) and (table := self.tables.get(node.buffer.name)) is not None:
+            return self.entry(parts[1 : 1 + len(node.subscripts)], table)
+        if isinstance(node, Load) and node.where is not None:
+            return Load(node.buffer, tuple(parts[1:-1]), conjunction(conjuncts(parts[-1])), node.fill)
         if isinstance(node, Op):
-            args = [self.fold(each) for each in node.args]
             if node.name == "add":
-                return add(*args)
-            if node.name == "mul" and all([_integer(arg) for arg in args]):
-                return multiply(*args)
-            if node.name == "at_least" and self.least(args[0]) >= 0 and args[1] is Const(0):
+                return add(*parts)
+            # The last factor is none of several.
+            if node.name == "mul" and all(map(_integer, reversed(parts))):
+                return multiply(*parts)
+            if node.name == "at_least" and self.least(parts[0]) >= 0 and parts[1] is Const(0):
                 return Const(True, "bool")
-            return operation(node.name, *args)
-        if isinstance(node, Cast) and isinstance(value := self.fold(node.value), Const):
-            return value
-        return node.rebuild(self.fold) if node.children() else node
+            return operation(node.name, *parts)
+        if isinstance(node, Cast) and isinstance(parts[0], Const):
+            return parts[0]
+        changed = iter(parts)
+        return node.rebuild(lambda _: next(changed)) if parts else node
 
     def least(self, expr: Expr) -> float:
         """The least value of an affine sum of loops; minus infinity: it is not known."""
@@ -169,28 +154,28 @@ class _Fold:
 
     def entry(self, subscripts: Sequence[Expr], table: StaticTable) -> Expr:
         """A table's entry: a number, or a number and steps along the loops that are left."""
-        left: list[Index] = []
-        if not all([isinstance(each, Const) for each in subscripts]):
-            left = [node for node in walk(*subscripts) if isinstance(node, Index)]
-        start = self.at(subscripts, table, {})
+        start = table.at([_value(each, None) for each in subscripts])
         found: Expr = Const(start, "float64" if isinstance(start, float) else "int64")
-        for index in left:
+        left = [each for each in subscripts if not isinstance(each, Const)]
+        for index in [node for node in walk(*left) if isinstance(node, Index)] if left else ():
             # With a single value any step will do; one that is not 0 keeps the index in the address, for its mask.
-            step = self.at(subscripts, table, {index: 1}) - start if self.extents[index.name] != 1 else 1
+            step = (
+                table.at([_value(each, index) for each in subscripts]) - start if self.extents[index.name] != 1 else 1
+            )
             found = add(found, multiply(Const(int(step)), index))
         return found
 
-    def at(self, subscripts: Sequence[Expr], table: StaticTable, point: Mapping[Index, int]) -> int | float:
-        places: list[int] = []
-        for value in subscripts:
-            if not isinstance(value, Const):
-                inside = [node for node in walk(value) if isinstance(node, Index)]
-                values: dict[Node, Node] = {index: Const(point.get(index, 0)) for index in inside}
-                every = _varying((value,), frozenset(inside))
-                value = _Fold(self.tables, self.extents, values, every, {}).fold(value)
-            assert isinstance(value, Const)
-            places.append(int(value.value))
-        return table.at(places)
+
+def _value(expr: Expr, one: Index | None) -> int:
+    """The value of an expression of numbers and loops, of which one is 1 and the others are 0."""
+    if isinstance(expr, Const):
+        return int(expr.value)
+    if isinstance(expr, Cast):
+        return _value(expr.value, one)
+    if isinstance(expr, Op):
+        return int(OPERATIONS[expr.name].evaluate(*[_value(arg, one) for arg in expr.args]))
+    assert isinstance(expr, Index)
+    return int(expr is one)
 
 
 def _integer(expr: Expr) -> bool:

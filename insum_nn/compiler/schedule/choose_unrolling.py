@@ -6,10 +6,10 @@ is then a start and a step, and the index stays one that lanes and loops run ove
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ _TERM_LIMIT = 6000
 _CELL_LIMIT = 1 << 20
 
 Place = Mapping[str, int]
+_Places = Mapping[str, Any]
 # Of NumPy, whose calls no mode of torch records while it traces.
 _Array = npt.NDArray[np.int64]
 
@@ -66,30 +67,23 @@ class Unrolling:
         if len(set(left)) != len(left):
             return False
         each = math.prod(self.extents[i] for i in left)
-        ranges = [range(self.extents[i]) for i in left]
-        addresses: set[tuple[object, ...]] = set()
-        cells: set[tuple[int, ...]] = set()
-        for place in self.places:
-            corners = [self._cell(access, axes, {**place, **dict.fromkeys(left, 0)})]
-            corners += [
-                self._cell(access, axes, {**place, **dict.fromkeys(left, 0), i: min(1, self.extents[i] - 1)})
-                for i in left
-            ]
-            if tuple(corners) in addresses:
-                continue
-            addresses.add(tuple(corners))
-            if len(addresses) * each > _CELL_LIMIT:
-                return False
-            for values in itertools.product(*ranges):
-                cells.add(self._cell(access, axes, {**place, **dict(zip(left, values, strict=True))}))
-        return len(cells) == len(addresses) * each
+        terms = {name: np.array([[place[name]] for place in self.places]) for name in self.names}
+        # At the first value of every step, and at the second one of each.
+        near = {i: np.array([0, *(min(1, self.extents[i] - 1) * (i == other) for other in left)]) for i in left}
+        corners = self._cells(access, axes, {**terms, **near})
+        _, first = np.unique(corners.reshape(len(self.places), -1), axis=0, return_index=True)
+        if len(first) * each > _CELL_LIMIT:
+            return False
+        values = np.indices([self.extents[i] for i in left]).reshape(len(left), -1)
+        different = {name: column[first] for name, column in terms.items()}
+        cells = self._cells(access, axes, {**different, **dict(zip(left, values, strict=True))})
+        return len(np.unique(cells.reshape(-1, len(axes)), axis=0)) == len(first) * each
 
-    def _cell(self, access: Access, axes: Sequence[int], place: Place) -> tuple[int, ...]:
-        found: list[int] = []
-        for axis in axes:
-            position = _position(access.subscripts[axis], place, self.tables)
-            found.append(-1 if position is None else position)
-        return tuple(found)
+    def _cells(self, access: Access, axes: Sequence[int], places: _Places) -> _Array:
+        """The numbers of cells along some axes; -1 where an entry is missing."""
+        found = [_positions(access.subscripts[axis], places, self.tables) for axis in axes]
+        columns = np.broadcast_arrays(*(np.where(there, position, -1) for position, there in found), *places.values())
+        return np.stack(columns[: len(axes)], -1)
 
 
 def choose_unrolling(bound: Bound, tables: Mapping[str, StaticTable], most: int | None = None) -> Unrolling:
@@ -112,22 +106,26 @@ def choose_unrolling(bound: Bound, tables: Mapping[str, StaticTable], most: int 
     names = tuple(i for i in indices if i not in steps)
     static_factors = [f for f in statement.reads if f.name in tables]
     entries = [n for a in statement.accesses() for n in a.nested() if n.name in tables and steps.isdisjoint(_names(n))]
-    ranges = [range(fixed[name]) for name in names]
-    if math.prod(map(len, ranges)) > 64 * _TERM_LIMIT:
+    shape = [fixed[name] for name in names]
+    if math.prod(shape) > 64 * _TERM_LIMIT:
         return nothing
-    places: list[Place] = []
-    for values in itertools.product(*ranges):
-        place = dict(zip(names, values, strict=True))
+    values = np.indices((*shape, 1)).reshape(len(names) + 1, -1)[:-1]
+    places = dict(zip(names, values, strict=True))
+    kept = np.full(math.prod(shape), True)
+    for access in entries:
         # A missing entry is below 0.
-        if any((entry := _constant(access, place, tables)) is None or entry < 0 for access in entries):
-            continue
-        if all((_constant(access, place, tables) or 0) != 0 for access in static_factors):
-            places.append(place)
-            if most is not None and len(places) > most:
-                return replace(nothing, places=())
-    if len(places) > _TERM_LIMIT:
+        entry, there = _read(access, places, tables)
+        kept = kept & there & (entry >= 0)
+    for access in static_factors:
+        factor, there = _read(access, places, tables)
+        kept = kept & there & (factor != 0)
+    count = int(kept.sum())
+    if most is not None and count > most:
+        return replace(nothing, places=())
+    if count > _TERM_LIMIT:
         return nothing
-    return Unrolling(tables, names, tuple(places), steps, {i: fixed[i] for i in indices})
+    terms = tuple([dict(zip(names, each, strict=True)) for each in values[:, kept].T.tolist()])
+    return Unrolling(tables, names, terms, steps, {i: fixed[i] for i in indices})
 
 
 def _usable(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, StaticTable]:
@@ -211,50 +209,34 @@ def _values(
     access: Access, names: Sequence[str], tables: Mapping[str, StaticTable], fixed: Mapping[str, int]
 ) -> _Array | None:
     """A table's entries over all values of its indices, one axis each; `None` if one is missing."""
-    table = np.array(tables[access.name].values).astype(np.int64).reshape(tables[access.name].shape)
-    shape = [fixed[i] for i in names]
-    places: list[_Array] = []
-    for subscript, extent in zip(access.subscripts, table.shape, strict=True):
-        position = np.full((1,) * len(names), subscript.offset, dtype=np.int64)
-        for term in subscript.terms:
-            if isinstance(term.atom, Index):
-                axis = names.index(term.atom.name)
-                inner = _along(shape[axis], axis, len(names))
-            else:
-                found = _values(term.atom, names, tables, fixed)
-                if found is None:
-                    return None
-                inner = found
-            position = position + term.coefficient * inner
-        if bool(((position < 0) | (position >= extent)).any()):
-            return None
-        places.append(position)
-    entries = np.broadcast_to(table[tuple(np.broadcast_arrays(*places))] if places else table, shape)
-    return None if bool((entries < 0).any()) else entries
+    shape = [fixed[name] for name in names]
+    places = {
+        name: _along(extent, axis, len(names)) for axis, (name, extent) in enumerate(zip(names, shape, strict=True))
+    }
+    entries, there = _read(access, places, tables)
+    return np.broadcast_to(entries, shape).astype(np.int64) if bool((there & (entries >= 0)).all()) else None
 
 
-def _position(subscript: Subscript, place: Place, tables: Mapping[str, StaticTable]) -> int | None:
-    value = subscript.offset
+def _positions(subscript: Subscript, places: _Places, tables: Mapping[str, StaticTable]) -> tuple[_Array, _Array]:
+    """What a subscript is at places, and where no entry of it is missing."""
+    position, there = np.array(subscript.offset), np.array(True)
     for term in subscript.terms:
         if isinstance(term.atom, Index):
-            inner = place[term.atom.name]
+            position = position + term.coefficient * places[term.atom.name]
         else:
-            entry = _constant(term.atom, place, tables)
-            if entry is None or entry < 0:
-                return None
-            inner = int(entry)
-        value += term.coefficient * inner
-    return value
+            entry, inside = _read(term.atom, places, tables)
+            position, there = position + term.coefficient * entry, there & inside & (entry >= 0)
+    return position, there
 
 
-def _constant(access: Access, place: Place, tables: Mapping[str, StaticTable]) -> int | float | None:
-    at: list[int] = []
-    for subscript in access.subscripts:
-        value = _position(subscript, place, tables)
-        if value is None:
-            return None
-        at.append(value)
+def _read(access: Access, places: _Places, tables: Mapping[str, StaticTable]) -> tuple[Any, Any]:
+    """A table's values at places, and where there are any."""
     table = tables[access.name]
-    if any(not 0 <= position < extent for position, extent in zip(at, table.shape, strict=True)):
-        return None
-    return table.at(at)
+    at, inside = list[Any](), np.array(bool(table.values))
+    for subscript, extent in zip(access.subscripts, table.shape, strict=True):
+        position, there = _positions(subscript, places, tables)
+        inside = inside & there & (position >= 0) & (position < extent)
+        at.append(position)
+    values = np.array(table.values or (0,))
+    flat = np.ravel_multi_index(tuple(np.broadcast_arrays(*at)), table.shape, mode="clip") if at and table.values else 0
+    return values[flat], inside

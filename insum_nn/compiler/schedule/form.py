@@ -417,7 +417,7 @@ def _combined(bound: Bound, unrolling: Unrolling) -> tuple[OutputStrategy, int, 
     if all(access.name in unrolling.tables for access in bound.statement.reads):
         raise FormError("every factor is static")
     strategy, axis = output_strategy(bound, unrolling)
-    if any(not math.isfinite(v) for table in unrolling.tables.values() for v in table.values):
+    if not all(all(map(math.isfinite, table.values)) for table in unrolling.tables.values()):
         raise FormError("a static tensor holds values that are not finite")
     names = names_of(bound.statement)
     tables = [names.tensors[name] for name in unrolling.tables if name in names.tensors]
@@ -454,9 +454,7 @@ def _find_product(form: Form) -> Product | None:
     """Divide the factors into two sides that share summed indices and have written ones of their own."""
     if not (form.bound.statement.is_product and form.bound.statement.combining.adds):
         return None
-    depends = [
-        frozenset(i.name for read in reads for i in indices_in(read)) for reads in zip(*form.factors, strict=True)
-    ]
+    depends = [frozenset(i.name for i in indices_in(*{*reads})) for reads in zip(*form.factors, strict=True)]
     if not dtype_of(form.bound.dtype).has_dot or len(depends) < 2 or len(depends) > 6:
         return None
     reduced = {*form.reduce, *((ENTRY,) if form.row_index is not None and not form.stack else ())}
