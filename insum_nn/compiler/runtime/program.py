@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
-from insum_nn.compiler.runtime.autograd import apply, apply_recorded, batched
+from insum_nn.compiler.runtime.autograd import apply, apply_recorded
 from insum_nn.compiler.runtime.dispatch import (
     Spec,
     broadcast,
@@ -148,7 +146,8 @@ class Program:
         if torch.compiler.is_dynamo_compiling() or torch._C._is_tracing():
             merged = {**self._sizes, **(sizes or {})}
             named = {**(tensors or {}), **named}
-            return call_operator(self._text, named, merged, out_shape if out_shape is not None else self._out_shape)
+            shape = out_shape if out_shape is not None else self._out_shape
+            return call_operator(self._text, named, merged, {} if shape is None else {"": shape})[0]
         if sizes is not None or type(out_shape) not in _SHAPES or type(tensors) not in _NAMED:
             check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors)
         if tensors:
@@ -428,58 +427,3 @@ class ProgramSum:
             used = {name: named[name] for name in (*program.names, output) if name in named}
             named[output] = program(sizes=sizes, out_shape=out_shape, tensors=used)
         return named[output]
-
-
-# How the operator of `traced` runs a call.
-
-
-def _call(
-    text: str, names: list[str], tensors: list[Tensor], sized: list[str], sizes: list[int], *shape: Any
-) -> Tensor:
-    """A call whose arguments are resolved here, by whoever runs or traces the operator."""
-    program, named = _program_of(text, frozenset(sized)), dict(zip(names, tensors, strict=True))
-    return program(sizes=dict(zip(sized, sizes, strict=True)), out_shape=_shape_of(*shape), tensors=named)
-
-
-def _shape_of(known: list[bool], shape: list[int], shaped: bool) -> Shape | None:
-    return tuple(extent if given else None for extent, given in zip(shape, known, strict=True)) if shaped else None
-
-
-torch.library.impl("insum_nn::call", "CompositeImplicitAutograd", _call)
-
-
-def _call_batched(
-    info: Any, in_dims: Any, text: str, names: list[str], tensors: list[Tensor], sized: list[str], *rest: Any
-) -> tuple[Tensor, int]:
-    program, (sizes, *shape) = _program_of(text, frozenset(sized)), rest
-    dims = dict(zip(names, in_dims[2], strict=True))
-    named = {name: program._cast(tensor) for name, tensor in zip(names, tensors, strict=True)}
-    one = {name: t if dims[name] is None else t.select(dims[name], 0) for name, t in named.items()}
-    extents = program._extents(*program._arrange(one), dict(zip(sized, sizes, strict=True)), _shape_of(*shape))
-    every = (*program.names, program.statement.output.name)
-    *own, initial = [(named.get(name), dims.get(name)) for name in every]
-    return batched(program.spec, extents, info.batch_size, own, initial), 0
-
-
-torch.library.register_vmap("insum_nn::call", _call_batched)
-
-
-@torch.library.impl("insum_nn::call_traced", "CompositeImplicitAutograd")
-def _call_traced(text: str, call: str, tensors: list[Tensor], sizes: list[Tensor]) -> Tensor:
-    """The same for torch.jit.trace; a size in a list is the number of the tensor that holds it."""
-    arguments = json.loads(call)
-
-    def size(extent: Any) -> Any:
-        return int(sizes[extent[0]]) if isinstance(extent, list) else extent
-
-    named = dict(zip(arguments["names"], tensors, strict=True))
-    program = _program_of(text, frozenset(arguments["sizes"]))
-    shape = None if arguments["shape"] is None else tuple(size(extent) for extent in arguments["shape"])
-    resolved = {name: size(extent) for name, extent in arguments["sizes"].items()}
-    return program(sizes=resolved, out_shape=shape, tensors=named)
-
-
-@lru_cache(maxsize=1024)
-def _program_of(text: str, sized: frozenset[str]) -> Program:
-    spec = Spec.from_json(text)
-    return Program._of(spec, {}, spec.statement.indices() if spec.drop_outside else sized)

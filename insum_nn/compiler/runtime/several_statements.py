@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -14,14 +15,14 @@ from insum_nn.compiler.explain.report import Explanation
 from insum_nn.compiler.lang.check import check_names
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.printed import Sizes
-from insum_nn.compiler.lang.programs import parse_program
+from insum_nn.compiler.lang.programs import is_program, parse_program
 from insum_nn.compiler.lang.syntax import Apply, Number, Subscript
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.artifact import Step
 from insum_nn.compiler.runtime.autograd import apply
 from insum_nn.compiler.runtime.backward import Gradients, differentiate
-from insum_nn.compiler.runtime.dispatch import run_plain
+from insum_nn.compiler.runtime.dispatch import Spec, run_plain
 from insum_nn.compiler.runtime.modes import followed_by, is_plain, is_plain_eager, under_autocast
 from insum_nn.compiler.runtime.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.program import Program
@@ -74,10 +75,6 @@ class StatementsProgram:
         text = parse_program(expression)
         self.options = options
         self._sizes, self._out_shape = dict(sizes or {}), dict(out_shape or {})
-        self._made = partial(
-            StatementsProgram, expression, sizes=self._sizes, out_shape=self._out_shape, facts=facts, static=static,
-            options=options,
-        )  # fmt: skip
         self.programs: tuple[Program, ...] = tuple(
             Program(
                 str(step),
@@ -93,6 +90,10 @@ class StatementsProgram:
         accesses = [access for s in statements for outer in (s.output, *s.reads) for access in (outer, *outer.nested())]
         self._known: dict[object, Known] = {}
         specs = [program.spec for program in self.programs]
+        tables = {name: table for spec in specs for name, table in spec.static}
+        known = tuple(sorted((facts or {}).items())), options, False, tuple(tables.items())
+        # All but sizes and shapes, which tracers pass to the operator.
+        self._text = Spec(f"{self.expression};", *known, origin="caller").to_json()
         self._written = tuple(dict.fromkeys(spec.statement.output.name for spec in specs))
         self._indexed = tuple(dict.fromkeys(name for spec in specs for name in spec.statement.index_tensors()))
         place = {name: n for n, name in enumerate(text.inputs)} | {n: -1 - at for at, n in enumerate(self._written)}
@@ -105,26 +106,23 @@ class StatementsProgram:
         # Statements that read no values, but count, have torch's default dtype.
         self._counts = any(not spec.layout.value_tensors for spec in specs)
         self._gradients: dict[tuple[bool, ...], Gradients | None] = {}
-        # All that a call asks, in plain tuples of text, which tracers follow.
-        self._plan = (
-            self.expression.replace("\n", "; "),
-            # Tensors that are passed, those that may start with a value that is passed, and those that are written.
-            text.inputs,
-            tuple(s.output.name for s in text.statements if s.operator != "="),
-            text.written,
-            text.results,
-            # Whether all are products, whose values autocast casts.
-            all(statement.is_product for statement in text.statements),
-            tuple(_step(program) for program in self.programs),
-            # Each access, and by axis the index or the entry that has its extent.
-            tuple(dict.fromkeys((access.name, tuple(map(_extent_of, access.subscripts))) for access in accesses)),
+        self._inputs = text.inputs
+        # Tensors that may start with a value that is passed.
+        self._starts = tuple(s.output.name for s in text.statements if s.operator != "=")
+        # Whether all are products, whose values autocast casts.
+        self._casts = all(statement.is_product for statement in text.statements)
+        self._reads = tuple(map(_step, self.programs))
+        # Each access, and by axis the index or the entry that has its extent.
+        self._axes: Sequence[Axes] = tuple(
+            dict.fromkeys((access.name, tuple(map(_extent_of, access.subscripts))) for access in accesses)
         )
+        self._returned = text.results
 
     def __repr__(self) -> str:
         return f"StatementsProgram({self.expression!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (self._made, ())
+        return (_of_text, (self._text, self._sizes, self._out_shape))
 
     def __deepcopy__(self, memo: dict[int, object]) -> StatementsProgram:
         return self
@@ -151,16 +149,17 @@ class StatementsProgram:
         """
         if sizes is not None or out_shape is not None or tensors is not None:
             check_kinds(sizes=sizes, shapes=out_shape, tensors=tensors)
-        program = None if torch.compiler.is_dynamo_compiling() else self
         shapes = {**self._out_shape, **(out_shape or NO_SHAPES)}
-        extents = {**self._sizes, **(sizes or {})}
-        return _run(self._plan, program, {**(tensors or {}), **named}, extents, shapes, self._known)
+        extents, named = {**self._sizes, **(sizes or {})}, {**(tensors or {}), **named}
+        if torch.compiler.is_dynamo_compiling() or torch._C._is_tracing():
+            return _results(call_operator(self._text, named, extents, shapes))
+        return _results(self._run(named, extents, shapes))
 
-    def _call_at(self, axes: Sequence[Axes], shapes: Mapping[str, Sizes], extents: Mapping[str, int]) -> _Call | None:
+    def _call_at(self, shapes: Mapping[str, Sizes], extents: Mapping[str, int]) -> _Call | None:
         """Return the sizes of a call; `None`: those that are given do not agree, or do not show some extent."""
         if len(self._steps) < 2:
             return None
-        for name, own in axes:
+        for name, own in self._axes:
             for index, extent in zip(own, shapes[name], strict=True):
                 if index is not None and "[" not in index and extents.get(index) != extent:
                     return None
@@ -171,15 +170,13 @@ class StatementsProgram:
 
     def _run_together(self, call: _Call, named: dict[str, Tensor]) -> tuple[Tensor, ...] | None:
         """Return the results; `None`: something else than autograd follows, or a value is passed that starts a sum."""
-        if len(named) != len(self._plan[1]) or watched.get() is not None:
-            return None
-        if torch._C._is_any_autocast_enabled() or torch._C._is_tracing():
+        if len(named) != len(self._inputs) or watched.get() is not None or torch._C._is_any_autocast_enabled():
             return None
         # Statements refuse several.
         dtypes = {tensor.dtype for tensor in named.values() if tensor.is_floating_point()}
         if len(dtypes) > 1 or (self._counts and dtypes != {torch.get_default_dtype()}):
             return None
-        tensors = [*map(same_views(named, self._indexed).__getitem__, self._plan[1])]
+        tensors = [*map(same_views(named, self._indexed).__getitem__, self._inputs)]
         if not all(map(is_plain, tensors)):
             return None
         followed = followed_by(tensors, None)
@@ -195,6 +192,56 @@ class StatementsProgram:
         if needs not in self._gradients:
             self._gradients[needs] = differentiate(self._steps, self._results, needs)
         return self._gradients[needs]
+
+    def _run(self, found: dict[str, Tensor], sizes: Mapping[str, int], declared: Shapes) -> list[Tensor]:
+        """Run all together, or one by one."""
+        expression = self.expression.replace("\n", "; ")
+        found = {name: tensor for name, tensor in found.items() if tensor is not None}  # pyright: ignore[reportUnnecessaryComparison]
+        for name, tensor in found.items():
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InsumDtypeError(
+                    f"'{name}' must be a torch.Tensor, got {type(tensor).__name__}",
+                    expression=expression,
+                    fix="pass numbers as 0-d tensors.",
+                    tensor=name,
+                )
+        autocast = not self._casts and torch._C._is_any_autocast_enabled()
+        device = next((tensor.device for tensor in found.values()), None) if autocast else None
+        if device is not None and under_autocast(device):
+            with torch.autocast(device.type, enabled=False):
+                return self._run(found, sizes, declared)
+        floats = dict.fromkeys([t.dtype for t in found.values() if t.is_floating_point()])
+        # Statements refuse factors of several dtypes.
+        widened = [dtype for dtype in floats if is_widened(dtype)] if len(floats) == 1 else []
+        if widened:
+            found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
+        shapes: dict[str, Sequence[int | None]] = {**declared, **{name: tensor.shape for name, tensor in found.items()}}
+        key, symbolic = (*shapes.items(), *sizes.items()), False
+        try:
+            inferred = self._known.get(key)
+        except TypeError:
+            # Symbolic sizes have no hash.
+            inferred, symbolic = None, True
+        if inferred is None:
+            # Other calls have the names of one that was checked.
+            check_names(expression, self._inputs, self._starts, found)
+            known, extents = _inferred(expression, self._axes, self._written, shapes, sizes)
+            inferred = known, extents, None if symbolic else self._call_at(known, extents)
+            if not symbolic:
+                insert(self._known, key, inferred, _LIMIT)
+        known, extents, together = inferred
+        made = None if together is None else self._run_together(together, found)
+        steps = zip(self.programs, self._reads, strict=True) if made is None else ()
+        found.update(zip(self._returned, made or (), strict=False))
+        for program, (name, read, indices, hidden, counts) in steps:
+            given = {each: found[each].detach() if inert else found[each] for each, inert in read}
+            if name in found:
+                given[name] = found[name]
+            own = {index: extents[index] for index in (*sizes, *hidden) if index in indices and index in extents}
+            found[name] = program(sizes=own or None, out_shape=known[name], tensors=given)
+            if counts and floats:
+                found[name] = found[name].to(torch.float32 if widened else next(iter(floats)))
+        return [found[name].to(widened[0]) if widened else found[name] for name in self._returned]
 
     def explain(self, *, measure: bool = False, **call: Any) -> tuple[Explanation, ...]:
         """Explain each statement that runs, in order; see `Program.explain`.
@@ -260,7 +307,8 @@ def run_statements(
     Facts are about index tensors, which no graph reads.
     """
     if torch.compiler.is_dynamo_compiling():
-        return _run(_traced_plan(expression, option_values(options)), None, {**named}, sizes or {}, out_shape, {})
+        text = _traced_text(expression, option_values(options))
+        return _results(call_operator(text, named, sizes or {}, out_shape))
     return _remembered(expression, options, facts)(tensors=named, sizes=sizes, out_shape=out_shape)
 
 
@@ -270,73 +318,19 @@ def _remembered(expression: str, options: Options, facts: NamedFacts = NO_FACTS)
 
 
 @constant
-def _traced_plan(expression: str, options: Sequence[Any]) -> tuple[Any, ...]:
-    return _remembered(expression, options_of(options))._plan
+def _traced_text(expression: str, options: Sequence[Any]) -> str:
+    return _remembered(expression, options_of(options))._text
 
 
-def _run(
-    plan: Sequence[Any],
-    program: StatementsProgram | None,
-    found: dict[str, Tensor],
-    sizes: Mapping[str, int],
-    declared: Shapes,
-    seen: dict[object, Known],
-) -> Any:
-    """Run the steps of a plan, by a program, or by the operator that tracers see; `seen` has what calls showed."""
-    expression, inputs, starts, written, results, casts, steps, axes = plan
-    found = {name: tensor for name, tensor in found.items() if tensor is not None}  # pyright: ignore[reportUnnecessaryComparison]
-    for name, tensor in found.items():
-        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InsumDtypeError(
-                f"'{name}' must be a torch.Tensor, got {type(tensor).__name__}",
-                expression=expression,
-                fix="pass numbers as 0-d tensors.",
-                tensor=name,
-            )
-    autocast = not casts and (program is None or torch._C._is_any_autocast_enabled())
-    device = next((tensor.device for tensor in found.values()), None) if autocast else None
-    if device is not None and under_autocast(device):
-        with torch.autocast(device.type, enabled=False):
-            return _run(plan, program, found, sizes, declared, seen)
-    floats = dict.fromkeys([t.dtype for t in found.values() if t.is_floating_point()])
-    # Statements refuse factors of several dtypes.
-    widened = [dtype for dtype in floats if is_widened(dtype)] if len(floats) == 1 else []
-    if widened:
-        found = {name: t.to(torch.float32) if is_widened(t.dtype) else t for name, t in found.items()}
-    shapes: dict[str, Sequence[int | None]] = {**declared, **{name: tensor.shape for name, tensor in found.items()}}
-    symbolic = program is None or torch._C._is_tracing()
-    key, inferred = (*shapes.items(), *sizes.items()), None
-    try:
-        inferred = None if symbolic else seen.get(key)
-    except TypeError:
-        # Symbolic sizes have no hash.
-        symbolic = True
-    if inferred is None:
-        # Other calls have the names of one that was checked.
-        check_names(expression, inputs, starts, found)
-        known, extents = _inferred(expression, axes, written, shapes, sizes)
-        whole = None if program is None or symbolic else program._call_at(axes, known, extents)
-        inferred = known, extents, whole
-        if not symbolic:
-            insert(seen, key, inferred, _LIMIT)
-    known, extents, together = inferred
-    made = None if together is None else together.program._run_together(together, found)
-    if made is not None:
-        found.update(zip(results, made, strict=True))
-        steps = steps[:0]
-    for number, (name, read, indices, hidden, counts, text) in enumerate(steps):
-        given = {each: found[each].detach() if inert else found[each] for each, inert in read}
-        if name in found:
-            given[name] = found[name]
-        own = {index: extents[index] for index in (*sizes, *hidden) if index in indices and index in extents}
-        if program is None:
-            found[name] = call_operator(text, given, own, known[name])
-        else:
-            found[name] = program.programs[number](sizes=own or None, out_shape=known[name], tensors=given)
-        if counts and floats:
-            found[name] = found[name].to(torch.float32 if widened else next(iter(floats)))
-    returned = [found[name].to(widened[0]) if widened else found[name] for name in results]
-    return tuple(returned) if len(returned) > 1 else returned[0]
+def _results(made: Sequence[Tensor]) -> Any:
+    """What a call returns."""
+    return tuple(made) if len(made) > 1 else made[0]
+
+
+def _of_text(text: str, sizes: Mapping[str, int], out_shape: Shapes) -> StatementsProgram:
+    spec = Spec.from_json(text)
+    known: dict[str, Any] = {"facts": dict(spec.facts), "static": dict(spec.static), "options": spec.options}
+    return StatementsProgram(spec.expression, sizes=sizes, out_shape=out_shape, **known)
 
 
 def _inferred(
@@ -396,7 +390,7 @@ def _step(program: Program) -> tuple[Any, ...]:
     """Return of a step of a plan what a call asks.
 
     That is what it writes; what it reads, and whether without a gradient; its indices; those whose extent no axis of
-    what it reads or writes shows; whether it reads values only to count them; its program as text.
+    what it reads or writes shows; whether it reads values only to count them.
     """
     statement = program.statement
     names = dict.fromkeys(access.name for access in statement.reads)
@@ -407,10 +401,41 @@ def _step(program: Program) -> tuple[Any, ...]:
     shown = {subscript.plain for access in statement.accesses() for subscript in access.subscripts}
     hidden = tuple(index for index in indices if index not in shown)
     counts = all(isinstance(f, Number) or (isinstance(f, Apply) and f.function == "one") for f in statement.factors)
-    return statement.output.name, read, indices, hidden, counts, program.spec.to_json()
+    return statement.output.name, read, indices, hidden, counts
 
 
 def _extent_of(subscript: Subscript) -> str | None:
     """Return what has the extent of an axis: the index or the entry that addresses it, if it is one alone."""
     entry = subscript.indirect
     return subscript.plain if entry is None else str(entry)
+
+
+# How the operator of `traced` runs a call.
+
+
+def _call(text: str, call: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """A call whose arguments are resolved here, by whoever runs or traces the operator."""
+    names, sized, shaped = json.loads(call)
+    program, named, rest = _program_of(text, frozenset(sized)), dict(zip(names, tensors, strict=True)), iter(sizes)
+    own = {name: next(rest) for name in sized}
+    shapes = {name: tuple([next(rest) if given else None for given in known]) for name, known in shaped}
+    if isinstance(program, Program):
+        return [program(sizes=own, out_shape=shapes.get(""), tensors=named)]
+    return program._run(named, own, shapes)
+
+
+def _call_traced(text: str, call: str, tensors: list[Tensor], sizes: list[Tensor]) -> list[Tensor]:
+    return _call(text, call, tensors, list(map(int, sizes)))
+
+
+torch.library.impl("insum_nn::call", ("CompositeImplicitAutograd", "FuncTorchBatched"), _call)
+torch.library.impl("insum_nn::call_traced", "CompositeImplicitAutograd", _call_traced)
+
+
+@lru_cache(maxsize=1024)
+def _program_of(text: str, sized: frozenset[str]) -> Program | StatementsProgram:
+    spec = Spec.from_json(text)
+    if is_program(spec.expression):
+        # Their extents come with each call.
+        return _of_text(text, dict.fromkeys(sized, 0), NO_SHAPES)
+    return Program._of(spec, {}, spec.statement.indices() if spec.drop_outside else sized)
