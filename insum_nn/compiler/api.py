@@ -19,6 +19,7 @@ from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.artifact import Artifact, Step
+from insum_nn.compiler.runtime.dispatch import StatementGraph
 from insum_nn.compiler.runtime.inline import inline_by_rows
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
@@ -49,7 +50,6 @@ from insum_nn.compiler.runtime.statement_choice import (
     paths_are_products,
     pays_between,
 )
-from insum_nn.compiler.runtime.statement_graph import StatementGraph
 from insum_nn.compiler.runtime.traced import call_traced, options_text
 from insum_nn.compiler.runtime.watch import statement_calls, watched
 from insum_nn.compiler.runtime.whole_step import call_step

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +19,12 @@ from insum_nn.compiler.lang.syntax import Apply, Number, Subscript
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.artifact import Step
-from insum_nn.compiler.runtime.autograd import apply
-from insum_nn.compiler.runtime.backward import Gradients, differentiate
-from insum_nn.compiler.runtime.dispatch import Spec, run_plain
-from insum_nn.compiler.runtime.modes import followed_by, is_plain, is_plain_eager, under_autocast
-from insum_nn.compiler.runtime.needed_gradients import needed_gradients
+from insum_nn.compiler.runtime.autograd import Call
+from insum_nn.compiler.runtime.backward import gradients_of
+from insum_nn.compiler.runtime.dispatch import Spec, StatementGraph
+from insum_nn.compiler.runtime.modes import followed_by, is_plain, under_autocast
 from insum_nn.compiler.runtime.program import Program
 from insum_nn.compiler.runtime.recorded import record
-from insum_nn.compiler.runtime.statement_graph import StatementGraph
 from insum_nn.compiler.runtime.traced import call_operator, constant, option_values, options_of
 from insum_nn.compiler.runtime.watch import statement_calls, watched
 from insum_nn.dtypes import is_widened
@@ -45,7 +42,6 @@ Known = tuple[dict[str, tuple[int, ...]], dict[str, int], Any]
 NO_SHAPES: Shapes = {}
 # Calls of different sizes of which a program remembers these.
 _LIMIT = 64
-_numbers = count()
 
 
 class StatementsProgram:
@@ -97,15 +93,13 @@ class StatementsProgram:
         self._written = tuple(dict.fromkeys(spec.statement.output.name for spec in specs))
         self._indexed = tuple(dict.fromkeys(name for spec in specs for name in spec.statement.index_tensors()))
         place = {name: n for n, name in enumerate(text.inputs)} | {n: -1 - at for at, n in enumerate(self._written)}
-        self._steps = [
+        steps = [
             Step.of(spec, [place[name] for name in spec.layout.tensors], -1 - place[spec.statement.output.name], number)
             for number, spec in enumerate(specs)
         ]
-        self._together = StatementGraph(self._steps)
-        self._results, self._number = tuple(map(self._written.index, text.results)), next(_numbers)
+        self._graph = StatementGraph(steps, tuple(map(self._written.index, text.results)))
         # Statements that read no values, but count, have torch's default dtype.
         self._counts = any(not spec.layout.value_tensors for spec in specs)
-        self._gradients: dict[tuple[bool, ...], Gradients | None] = {}
         self._inputs = text.inputs
         # Tensors that may start with a value that is passed.
         self._starts = tuple(s.output.name for s in text.statements if s.operator != "=")
@@ -152,23 +146,25 @@ class StatementsProgram:
         shapes = {**self._out_shape, **(out_shape or NO_SHAPES)}
         extents, named = {**self._sizes, **(sizes or {})}, {**(tensors or {}), **named}
         if torch.compiler.is_dynamo_compiling() or torch._C._is_tracing():
-            return _results(call_operator(self._text, named, extents, shapes))
-        return _results(self._run(named, extents, shapes))
+            made = call_operator(self._text, named, extents, shapes)
+        else:
+            made = self._run(named, extents, shapes)
+        return tuple(made) if len(made) > 1 else made[0]
 
-    def _call_at(self, shapes: Mapping[str, Sizes], extents: Mapping[str, int]) -> _Call | None:
+    def _call_at(self, shapes: Mapping[str, Sizes], extents: Mapping[str, int]) -> Call | None:
         """Return the sizes of a call; `None`: those that are given do not agree, or do not show some extent."""
-        if len(self._steps) < 2:
+        if self._graph.alone is not None:
             return None
         for name, own in self._axes:
             for index, extent in zip(own, shapes[name], strict=True):
                 if index is not None and "[" not in index and extents.get(index) != extent:
                     return None
-        sizes = [tuple(map(extents.get, step.spec.layout.indices)) for step in self._steps]
+        sizes = [tuple(map(extents.get, step.spec.layout.indices)) for step in self._graph.steps]
         if any(None in each for each in sizes):
             return None
-        return _Call(self, sizes, [shapes[name] for name in self._written])  # type: ignore[arg-type]
+        return Call(self._graph, sizes, [shapes[name] for name in self._written], True)  # type: ignore[arg-type]
 
-    def _run_together(self, call: _Call, named: dict[str, Tensor]) -> tuple[Tensor, ...] | None:
+    def _run_together(self, call: Call, named: dict[str, Tensor]) -> tuple[Tensor, ...] | None:
         """Return the results; `None`: something else than autograd follows, or a value is passed that starts a sum."""
         if len(named) != len(self._inputs) or watched.get() is not None or torch._C._is_any_autocast_enabled():
             return None
@@ -181,17 +177,11 @@ class StatementsProgram:
             return None
         followed = followed_by(tensors, None)
         if followed is None:
-            made = self._together.run(tensors, call.sizes, call.shapes)
-            return tuple(map(made.__getitem__, self._results))
-        if followed == "mode" or self._gradients_of(tuple([t.requires_grad for t in tensors])) is None:
+            found = self._graph.run(tensors, call.sizes, call.shapes)
+            return tuple(map(found.__getitem__, self._graph.results))
+        if followed == "mode" or gradients_of(self._graph, tuple([t.requires_grad for t in tensors])) is None:
             return None
         return record(call, None, *tensors)  # type: ignore[no-any-return]
-
-    def _gradients_of(self, needs: tuple[bool, ...]) -> Gradients | None:
-        """Return the graph of the gradients of some tensors; `None`: it is not made of statements."""
-        if needs not in self._gradients:
-            self._gradients[needs] = differentiate(self._steps, self._results, needs)
-        return self._gradients[needs]
 
     def _run(self, found: dict[str, Tensor], sizes: Mapping[str, int], declared: Shapes) -> list[Tensor]:
         """Run all together, or one by one."""
@@ -255,44 +245,6 @@ class StatementsProgram:
         return tuple(each.explain(measure=measure) for each in statement_calls(lambda: self(**call)))
 
 
-class _Call(NamedTuple):
-    """A call of a program.
-
-    Attributes:
-        program: the program.
-        sizes: the extents of each statement.
-        shapes: of what they write.
-    """
-
-    program: StatementsProgram
-    sizes: Sequence[Sizes]
-    shapes: Sequence[Sizes]
-
-    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        program = self.program
-        made = program._together.run(tensors, self.sizes, self.shapes)
-        found = program._gradients_of(tuple(ctx.needs_input_grad[2:]))
-        assert found is not None
-        ctx.save_for_backward(*tensors, *[t if n in found.written else None for n, t in enumerate(made)])
-        return tuple(map(made.__getitem__, program._results))
-
-    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        program, sizes, shapes = self
-        pool, needs, run = [*ctx.saved_tensors], ctx.needs_input_grad[2:], run_plain
-        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or not is_plain_eager(*grads):
-            # What statements wrote depends on the tensors, of which the gradients are differentiated in turn.
-            run = apply
-            pool[len(needs) :] = program._together.run(pool[: len(needs)], sizes, shapes, apply)
-        else:
-            needs = needed_gradients(ctx, 2, len(needs), ("program", program._number))
-        found = program._gradients_of(tuple(needs))
-        assert found is not None
-        written = [pool[at].shape if at >= 0 else shapes[-1 - at] for at in found.places]
-        made = found.graph.run([*pool, *grads], (*sizes, *shapes), written, run)
-        gradients = dict(zip(found.places, made, strict=True))
-        return None, *map(gradients.get, range(len(needs)))
-
-
 def run_statements(
     expression: str,
     named: Mapping[str, Tensor],
@@ -308,7 +260,8 @@ def run_statements(
     """
     if torch.compiler.is_dynamo_compiling():
         text = _traced_text(expression, option_values(options))
-        return _results(call_operator(text, named, sizes or {}, out_shape))
+        made = call_operator(text, named, sizes or {}, out_shape)
+        return tuple(made) if len(made) > 1 else made[0]
     return _remembered(expression, options, facts)(tensors=named, sizes=sizes, out_shape=out_shape)
 
 
@@ -320,11 +273,6 @@ def _remembered(expression: str, options: Options, facts: NamedFacts = NO_FACTS)
 @constant
 def _traced_text(expression: str, options: Sequence[Any]) -> str:
     return _remembered(expression, options_of(options))._text
-
-
-def _results(made: Sequence[Tensor]) -> Any:
-    """What a call returns."""
-    return tuple(made) if len(made) > 1 else made[0]
 
 
 def _of_text(text: str, sizes: Mapping[str, int], out_shape: Shapes) -> StatementsProgram:
