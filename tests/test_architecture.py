@@ -95,7 +95,6 @@ COMPILER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("tuning.database", "kernels.machine_code"): "an entry names the version of Triton that it was measured with",
     ("runtime.program", "explain.report"): "`Program.explain()` returns a report",
     ("runtime.program", "explain.sequence"): "`Program.explain()` returns a report",
-    ("runtime.several_statements", "explain.report"): "likewise, of each statement",
 }
 
 # The interpreter is the oracle of the rest, so it shares nothing with what it judges but torch's functions.

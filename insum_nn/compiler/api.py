@@ -19,6 +19,7 @@ from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
 from insum_nn.compiler.runtime.artifact import Artifact, Step
+from insum_nn.compiler.runtime.dispatch import StatementGraph
 from insum_nn.compiler.runtime.inline import inline_by_rows
 from insum_nn.compiler.runtime.modes import (
     graph_constant,
@@ -35,8 +36,7 @@ from insum_nn.compiler.runtime.modes import (
 from insum_nn.compiler.runtime.multilinear import Sums, multilinear
 from insum_nn.compiler.runtime.needed_gradients import keep_inner
 from insum_nn.compiler.runtime.out_argument import check_unrecorded, write_out
-from insum_nn.compiler.runtime.program import Program, Shape
-from insum_nn.compiler.runtime.several_statements import StatementsProgram, run_statements
+from insum_nn.compiler.runtime.program import Program, Shape, StatementsProgram, run_statements
 from insum_nn.compiler.runtime.statement_choice import (
     LONG_SUM,
     MOST_CELLS,
@@ -49,7 +49,6 @@ from insum_nn.compiler.runtime.statement_choice import (
     paths_are_products,
     pays_between,
 )
-from insum_nn.compiler.runtime.statement_graph import StatementGraph
 from insum_nn.compiler.runtime.traced import call_traced, options_text
 from insum_nn.compiler.runtime.watch import statement_calls, watched
 from insum_nn.errors import InsumDtypeError, InsumFormatError, plural
@@ -308,9 +307,7 @@ def insum(
     return program(sizes=sizes, out_shape=out_shape, tensors=tensors, out=out, **named)
 
 
-_programs: dict[tuple[object, ...], Program] = {}
-
-
+@lru_cache(maxsize=1024)
 def _cached_program(
     expression: str,
     options: Options,
@@ -319,20 +316,8 @@ def _cached_program(
     out_dtype: torch.dtype | None,
     drop_outside: bool,
 ) -> Program:
-    key = (expression, options, sized, activation, out_dtype, drop_outside)
-    program = _programs.get(key)
-    if program is None:
-        if len(_programs) >= 1024:
-            _programs.clear()
-        program = Program(
-            expression,
-            sizes=dict.fromkeys(sized, 0) if sized else None,
-            activation=activation,
-            out_dtype=out_dtype,
-            options=options,
-            drop_outside=drop_outside,
-        )
-        # Their extents come with each call.
-        program._sizes = {}
-        _programs[key] = program
+    given: dict[str, Any] = {"activation": activation, "out_dtype": out_dtype, "drop_outside": drop_outside}
+    program = Program(expression, sizes=dict.fromkeys(sized, 0), options=options, **given)
+    # Their extents come with each call.
+    program._sizes = {}
     return program

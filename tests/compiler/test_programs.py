@@ -548,3 +548,21 @@ def test_function_transforms():
     assert_matches(got, want, dtype=torch.float64, kind="gradient")
     jacobian = torch.func.jacrev(of, 1)(tensors["V"], tensors["K"])
     assert_matches(torch.einsum("ncmd,md->nc", jacobian, tangent), want, dtype=torch.float64, kind="gradient")
+
+
+def test_compiled_transforms_and_traces_of_other_sizes():
+    """A program is one operator for Dynamo and TorchScript, under their transforms and at other sizes too."""
+    program: Any = insum_nn.compile("S[e,h] = exp(X[e,h]); Z[h] += S[e,h]; Y[e,h] = S[e,h] / Z[h]; return Y, Z")
+    counted: Any = insum_nn.compile("C[j] += Y[e,h]; D[j] = C[j] * 2", sizes={"j": 3})
+
+    def of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return *program(X=x), counted(Y=x, out_shape={"C": (None,)})
+
+    batched = torch.compile(lambda x: torch.func.vmap(of)(x), fullgraph=True, dynamic=True, backend="aot_eager")
+    traced = torch.jit.trace(of, real(E, 2))
+    for edges in (E, 3):
+        x = real(2, edges, 2)
+        want = [(torch.softmax(each, 0), each.exp().sum(0), 2 * each.sum().expand(3)) for each in x]
+        for got, each in zip(batched(x), zip(*want, strict=True), strict=True):
+            assert_matches(got, torch.stack(each), dtype=torch.float64, kind="sum")
+        assert_same(traced(x[0]), want[0])

@@ -19,6 +19,7 @@ from torch import Tensor
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
+from insum_nn.compiler.lang.printed import Lists
 from insum_nn.compiler.lang.syntax import Statement, replaced
 from insum_nn.compiler.runtime.backward import attaining, gradients, gradients_of
 from insum_nn.compiler.runtime.batched_gradients import (
@@ -26,15 +27,14 @@ from insum_nn.compiler.runtime.batched_gradients import (
     factors_of_entries,
     for_each_tangent,
 )
-from insum_nn.compiler.runtime.dispatch import Spec, run_plain, run_spec, value_dtype
+from insum_nn.compiler.runtime.dispatch import RunStatement, Spec, StatementGraph, run_plain, run_spec, value_dtype
 from insum_nn.compiler.runtime.inline import inline, inlines
 from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed
 from insum_nn.compiler.runtime.needed_gradients import needed_gradients
 from insum_nn.compiler.runtime.recorded import Recorded, record
-from insum_nn.compiler.runtime.statement_graph import RunStatement
 from insum_nn.facts import IndexFacts
 
-__all__ = ["apply", "apply_recorded", "batched"]
+__all__ = ["Call", "apply", "apply_recorded", "batched"]
 
 # The registered operator.
 
@@ -97,52 +97,71 @@ def _tangent(
 
 
 @dataclass(slots=True)
-class _Call:
-    """A call that autograd records.
+class Call:
+    """A call that autograd records, of one statement or of several.
 
     Attributes:
-        spec: the program.
-        extents: the sizes.
+        graph: the statements.
+        sizes: the extents of each.
+        shapes: of what they write.
         plain: its tensors are plain ones.
     """
 
-    spec: Spec
-    extents: Extents
+    graph: StatementGraph
+    sizes: Lists
+    shapes: Lists
     plain: bool = False
 
-    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
-        spec, extents = self.spec, self.extents
+    @property
+    def spec(self) -> Spec:
+        """The only statement, whose sizes are `extents`."""
+        assert self.graph.alone is not None
+        return self.graph.alone
+
+    @property
+    def extents(self) -> Extents:
+        return Extents(self.sizes[0], self.shapes[0])
+
+    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        graph, sizes, shapes = self.graph, self.sizes, self.shapes
+        spec, needs = graph.alone, ctx.needs_input_grad[2:]
+        found, ctx.has_initial, ctx.shapes = graph.gradients.get(needs) or gradients_of(graph, needs), False, None
+        assert found is not None
+        if spec is None:
+            made = graph.run(tensors, sizes, shapes)
+            # Where gradients are differentiated in turn, what statements wrote is computed again, from all tensors.
+            ctx.save_for_backward(*tensors, *[t if n in found.written else None for n, t in enumerate(made)], None)
+            return tuple(map(made.__getitem__, graph.results))
+        extents = Extents(sizes[0], shapes[0])
         if not self.plain and inlines(spec, (*tensors, initial)):
             result = inline(spec, tensors, initial, extents)
         else:
             result = (run_plain if self.plain else run_spec)(spec, tensors, initial, extents)
-        ctx.has_initial = initial is not None
-        if spec.adds:
-            needs = ctx.needs_input_grad[2:]
-            kept = (spec.gradients.get(needs) or gradients_of(spec, needs)).kept
-            ctx.shapes = [tensor.shape for tensor in tensors] if kept else None
-            ctx.dtype = value_dtype(spec, tensors, initial) if spec.finishes else None
-            saved = [t if need else None for t, need in zip(tensors, kept, strict=True)] if kept else tensors
-            ctx.save_for_backward(None, result if spec.epilogue.activation else None, *saved)
-        else:
-            ctx.shapes = None
-            ctx.save_for_backward(initial, result, *tensors)
+        ctx.has_initial, saved = initial is not None, tensors
+        ctx.dtype = value_dtype(spec, tensors, initial) if spec.finishes else None
+        if spec.adds and found.kept:
+            ctx.shapes = [tensor.shape for tensor in tensors]
+            saved = [t if need else None for t, need in zip(tensors, found.kept, strict=True)]
+        # An extremum is compared with its terms, and an activation may be differentiated from its output.
+        keeps = spec.epilogue.activation or not spec.adds
+        ctx.save_for_backward(*saved, result if keeps else None, None if spec.adds else initial)
         return result
 
-    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        initial, result, *tensors = ctx.saved_tensors
-        (grad,) = grads
-        assert grad is not None
-        spec = self.spec
-        if spec.finishes:
+    def gradients(self, ctx: Any, grads: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        graph, sizes, shapes = self.graph, self.sizes, self.shapes
+        *pool, initial = ctx.saved_tensors
+        spec, needs = graph.alone, ctx.needs_input_grad[2:]
+        if spec is not None and spec.finishes:
             name = spec.epilogue.activation
             backward = None if name is None else ACTIVATIONS[name]
-            grad = (grad if backward is None else backward(grad, result)).to(ctx.dtype)
-        needs = ctx.needs_input_grad[2:]
-        run: RunStatement = apply
-        if not torch.is_grad_enabled() and is_plain_eager(grad) and not torch._C._is_any_autocast_enabled():
-            run, needs = run_plain, needed_gradients(ctx, 2, len(needs), spec.number, before=ctx.has_initial)
-        found, of_initial = gradients(spec, self.extents, tensors, ctx.shapes, initial, result, needs, grad, run)
+            grads = ((grads[0] if backward is None else backward(grads[0], pool[-1])).to(ctx.dtype),)
+        run: RunStatement | None = apply
+        if not torch.is_grad_enabled() and is_plain_eager(*grads) and not torch._C._is_any_autocast_enabled():
+            run, needs = None, needed_gradients(ctx, 2, len(needs), graph.number, before=ctx.has_initial)
+        elif spec is None:
+            # What statements wrote depends on the tensors, of which the gradients are differentiated in turn.
+            pool[len(needs) :] = graph.run(pool[: len(needs)], sizes, shapes, apply)
+        found, of_initial = gradients(graph, sizes, shapes, pool, ctx.shapes, initial, needs, grads, run)
         return (of_initial if ctx.needs_input_grad[1] else None, *found)
 
 
@@ -153,7 +172,7 @@ class _Transformed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: _Call, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(call: Call, initial: Tensor | None, *tensors: Tensor) -> Tensor:
         run = _registered if is_traced(*tensors, initial) else run_spec
         return run(call.spec, tensors, initial, call.extents)
 
@@ -163,8 +182,8 @@ class _Transformed(torch.autograd.Function):
         ctx.call, ctx.shapes, ctx.has_initial = call, None, initial is not None
         ctx.dtype = value_dtype(call.spec, tensors, initial)
         keep = None if call.spec.adds else output
-        ctx.save_for_backward(initial, keep, *tensors)
-        ctx.save_for_forward(initial, keep, *tensors)
+        ctx.save_for_backward(*tensors, keep, initial)
+        ctx.save_for_forward(*tensors, keep, initial)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -174,7 +193,7 @@ class _Transformed(torch.autograd.Function):
     @for_each_tangent
     def jvp(ctx: Any, *args: Any) -> Tensor:
         _, initial_tangent, *tangents = args
-        initial, result, *tensors = ctx.saved_tensors
+        *tensors, result, initial = ctx.saved_tensors
         return _tangent(ctx.call.spec, ctx.call.extents, tensors, initial, result, tangents, initial_tangent)
 
     @staticmethod
@@ -186,21 +205,20 @@ class _Transformed(torch.autograd.Function):
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     spec, tensors, initial, indices, shape = inputs
-    ctx.call = _Call(Spec.from_json(spec), Extents(tuple(indices), tuple(shape)))
+    ctx.call = Call(Spec.from_json(spec).graph, (tuple(indices),), (tuple(shape),))
     keep = None if ctx.call.spec.adds else output
-    ctx.save_for_backward(initial, keep, *tensors)
+    ctx.save_for_backward(*tensors, keep, initial)
 
 
 def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    initial, result, *tensors = ctx.saved_tensors
-    needs = [t.requires_grad or t.is_floating_point() for t in tensors]
+    *pool, initial = ctx.saved_tensors
+    graph, sizes, shapes = ctx.call.graph, ctx.call.sizes, ctx.call.shapes
+    needs = [t.requires_grad or t.is_floating_point() for t in pool[:-1]]
     if isinstance(ctx.needs_input_grad[1], Sequence):
         needs = list(ctx.needs_input_grad[1])
-    found, initial_gradient = gradients(
-        ctx.call.spec, ctx.call.extents, tensors, None, initial, result, needs, grad, apply
-    )
+    found, initial_gradient = gradients(graph, sizes, shapes, pool, None, initial, needs, (grad,), apply)
     # torch takes an empty list of integers for one of tensors, and wants a list of gradients back.
-    lists = [None if integers else [] for integers in ctx.call.extents]
+    lists = [None if integers else [] for integers in (*sizes, *shapes)]
     return None, found, None if initial is None else initial_gradient, *lists
 
 
@@ -253,15 +271,15 @@ def apply(
     if spec.apart is not None and (may_learn or is_transformed() or _learned((*tensors, initial))):
         return _apart(spec, tensors, initial, extents)
     if is_transformed() and not torch.compiler.is_compiling():
-        return _Transformed.apply(_Call(spec, extents), initial, *tensors)  # type: ignore[no-any-return]
+        return _Transformed.apply(Call(spec.graph, (extents.indices,), (extents.output,)), initial, *tensors)  # type: ignore[no-any-return]
     if inlined:
         if not _learned((*tensors, initial)):
             return inline(spec, tensors, initial, extents)
-        return Recorded.apply(_Call(spec, extents), initial, *tensors)  # type: ignore[no-any-return]
+        return Recorded.apply(Call(spec.graph, (extents.indices,), (extents.output,)), initial, *tensors)  # type: ignore[no-any-return]
     if traced:
         return _registered(spec, tensors, initial, extents)
     if _learned((*tensors, initial)):
-        return Recorded.apply(_Call(spec, extents, plain), initial, *tensors)  # type: ignore[no-any-return]
+        return Recorded.apply(Call(spec.graph, (extents.indices,), (extents.output,), plain), initial, *tensors)  # type: ignore[no-any-return]
     return run_spec(spec, tensors, initial, extents)
 
 
@@ -269,7 +287,7 @@ def apply_recorded(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None
     """`apply` where autograd records a call on plain tensors, none lazily negated, and nothing else follows it."""
     if spec.finishes or spec.apart is not None:
         return apply(spec, tensors, initial, extents, plain=True)
-    return record(_Call(spec, extents, True), initial, *tensors)  # type: ignore[no-any-return]
+    return record(Call(spec.graph, (extents.indices,), (extents.output,), True), initial, *tensors)  # type: ignore[no-any-return]
 
 
 def _learned(tensors: Sequence[Tensor | None]) -> bool:
@@ -308,7 +326,7 @@ def _finished(
             return run_spec(spec, tensors, initial, extents)
         name = spec.epilogue.activation
         if spec.adds and (name is None or ACTIVATIONS[name] is not None):
-            return Recorded.apply(_Call(spec, extents), initial, *tensors)  # type: ignore[no-any-return]
+            return Recorded.apply(Call(spec.graph, (extents.indices,), (extents.output,)), initial, *tensors)  # type: ignore[no-any-return]
     return spec.epilogue(apply(spec.bare, tensors, initial, extents), value_dtype(spec, tensors, initial))
 
 

@@ -9,37 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.derivative import counting, derivatives
+from insum_nn.compiler.lang.printed import Lists
 from insum_nn.compiler.runtime.artifact import Step
-from insum_nn.compiler.runtime.dispatch import Spec, parse_cached
-from insum_nn.compiler.runtime.statement_graph import RunStatement, StatementGraph
+from insum_nn.compiler.runtime.dispatch import RunStatement, Spec, StatementGraph, parse_cached
 from insum_nn.dtypes import is_widened
 
-__all__ = ["Gradients", "attaining", "differentiate", "gradients", "gradients_of"]
-
-
-class Gradients(NamedTuple):
-    """The graph of the gradients of some tensors of a call, of one statement or of several.
-
-    It reads the tensors, then what statements wrote, then the gradients of results.
-
-    Attributes:
-        graph: the graph.
-        places: what each output is the gradient of, as `Step.places` says.
-        kept: which of the tensors it reads; empty: all of them.
-        written: the outputs of the call that it reads.
-    """
-
-    graph: StatementGraph
-    places: tuple[int, ...]
-    kept: tuple[bool, ...]
-    written: tuple[int, ...]
+__all__ = ["attaining", "gradients", "gradients_of"]
 
 
 @lru_cache(maxsize=2048)
@@ -59,14 +41,22 @@ def _derived(spec: Spec, position: int) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def differentiate(steps: Sequence[Step], results: Sequence[int], needs: Sequence[bool]) -> Gradients | None:
-    """Return the graph of the gradients of some tensors; `None`: it is not made of statements alone.
+def gradients_of(graph: StatementGraph, needs: tuple[bool, ...]) -> StatementGraph | None:
+    """Return the graph of the gradients of some tensors of a call; of an extremum alone from a divided gradient.
+
+    It reads the tensors, then what statements wrote, then the gradients of results. `None`: it is not made of
+    statements alone.
 
     Args:
-        steps: the statements of a call, each with its own number as its source of extents.
-        results: the numbers of the outputs that are returned.
+        graph: the statements of the call, each with its own number as its source of extents.
         needs: which of the tensors of the call need a gradient.
     """
+    if needs not in graph.gradients:
+        graph.gradients[needs] = _differentiated(graph.steps, graph.results, needs)
+    return graph.gradients[needs]
+
+
+def _differentiated(steps: Sequence[Step], results: Sequence[int], needs: Sequence[bool]) -> StatementGraph | None:
     learned = {at for at, need in enumerate(needs) if need}
     recorded: list[tuple[Step, list[int]]] = []
     for step in steps:
@@ -104,19 +94,10 @@ def differentiate(steps: Sequence[Step], results: Sequence[int], needs: Sequence
                 places = tuple(map(given.__getitem__, each.places))
                 found.append(each._replace(places=places, output=output, source=step.source))
     read = {at for each in found for at in each.places}
-    kept = tuple([at in read for at in range(inputs)])
-    made = tuple([n for n in range(written) if inputs + n in read])
-    return Gradients(StatementGraph(found), tuple(outputs), () if all(kept) else kept, made)
-
-
-def gradients_of(spec: Spec, needs: tuple[bool, ...]) -> Gradients:
-    """Return the graph of the gradients of some tensors of one statement; of an extremum from a divided gradient."""
-    found: Gradients | None = spec.gradients.get(needs)
-    if found is None:
-        step = Step.of(spec, range(len(spec.layout.tensors)), 0, 0)
-        found = spec.gradients[needs] = differentiate([step], (0,), needs)
-        assert found is not None
-    return found
+    kept, made = tuple([at in read for at in range(inputs)]), StatementGraph(found)
+    made.places, made.kept = tuple(outputs), () if all(kept) else kept
+    made.written = tuple([n for n in range(written) if inputs + n in read])
+    return made
 
 
 @lru_cache(maxsize=2048)
@@ -138,7 +119,7 @@ def attaining(
     tensors: Sequence[Tensor | None],
     initial: Tensor | None,
     result: Tensor,
-    run: RunStatement,
+    run: RunStatement | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return how many terms attain the extremum of each cell, 1 if none does, and whether an initial value does.
 
@@ -166,38 +147,41 @@ def attaining(
 
 
 def gradients(
-    spec: Spec,
-    extents: Extents,
-    tensors: Sequence[Tensor | None],
-    shapes: Sequence[torch.Size] | None,
+    graph: StatementGraph,
+    sizes: Lists,
+    shapes: Lists,
+    pool: Sequence[Tensor | None],
+    given: Sequence[torch.Size] | None,
     initial: Tensor | None,
-    result: Tensor | None,
     needs: Sequence[bool],
-    grad: Tensor,
-    run: RunStatement,
+    grads: tuple[Tensor, ...],
+    run: RunStatement | None,
 ) -> tuple[list[Tensor | None], Tensor]:
     """Compute the gradients of the tensors that need one, and that of an initial value.
 
     Args:
-        spec: the program.
-        extents: the sizes of the call.
-        tensors: its tensors; those that `Gradients.kept` does not name may be `None`, if shapes are given.
-        shapes: of all of them.
+        graph: the statements of the call.
+        sizes: the extents of each.
+        shapes: of what they write.
+        pool: the tensors of the call, and what its statements wrote; those that no gradient reads may be `None`.
+        given: shapes of the tensors of the call, where some are not there.
         initial: its initial value; of an extremum alone.
-        result: the extremum.
-        needs: which of them need one.
-        grad: the gradient of the output.
-        run: runs one derivative program, which adds to what those before it made.
+        needs: which of the tensors need a gradient.
+        grads: those of the results.
+        run: runs one derivative program, which adds to what those before it made; by default where nothing is recorded.
     """
-    of_initial = grad
-    if result is not None and not spec.adds:
-        count, share = attaining(spec, extents, tensors, initial, result, run)
-        grad, result = (grad / count).to(result.dtype), result.detach()
-        of_initial = grad if share is None else grad * share
-    graph, places, _, _ = gradients_of(spec, tuple(needs))
-    outputs: list[tuple[int, ...]] = []
-    for at in places:
-        tensor = tensors[at]
-        outputs.append(shapes[at] if tensor is None else tensor.shape)  # type: ignore[index]
-    made = dict(zip(places, graph.run((*tensors, result, grad), (extents.indices,), outputs, run), strict=True))
+    of_initial, spec = grads[0], graph.alone
+    if spec is not None and not spec.adds:
+        *tensors, result = pool
+        assert result is not None
+        count, share = attaining(spec, Extents(sizes[0], shapes[0]), tensors, initial, result, run)
+        grads = ((grads[0] / count).to(result.dtype),)
+        pool, of_initial = [*tensors, result.detach()], grads[0] if share is None else grads[0] * share
+    found = gradients_of(graph, tuple(needs))
+    assert found is not None
+    outputs: list[Any] = []
+    for at in found.places:
+        tensor = pool[at] if at >= 0 else None
+        outputs.append(shapes[-1 - at] if at < 0 else given[at] if tensor is None else tensor.shape)  # type: ignore[index]
+    made = dict(zip(found.places, found.run((*pool, *grads), (*sizes, *shapes), outputs, run), strict=True))
     return list(map(made.get, range(len(needs)))), of_initial

@@ -7,7 +7,7 @@ run by what was printed for it (`Artifact`), at any sizes; what that leaves to o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import count
@@ -24,19 +24,22 @@ from insum_nn.compiler.lang.derivative import apart, roundings
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue, check_epilogue
 from insum_nn.compiler.lang.index_checks import check_index_values
 from insum_nn.compiler.lang.parser import check_text, parse
+from insum_nn.compiler.lang.printed import Lists, Sizes
 from insum_nn.compiler.lang.shapes import Agreement, agreement_of, check_extents
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import check_static, kinds_of, stand_in
 from insum_nn.compiler.runtime.artifact import Artifact, Facts, Step, programs_of
-from insum_nn.compiler.runtime.execution import Executable, Executables
+from insum_nn.compiler.runtime.execution import Executable, Executables, sharing
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
 from insum_nn.dtypes import not_dense
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.locks import cached_property
 
 __all__ = [
+    "RunStatement",
     "Spec",
+    "StatementGraph",
     "broadcast",
     "dtype_of",
     "parse_cached",
@@ -75,8 +78,6 @@ class Spec:
     origin: Origin = "builder"
     programs: dict[Key, Executables] = field(default_factory=dict, init=False, repr=False, compare=False)
     calls: dict[CallKind, Artifact] = field(default_factory=dict, init=False, repr=False, compare=False)
-    gradients: dict[tuple[bool, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -122,6 +123,11 @@ class Spec:
     def agree(self) -> Agreement:
         """What finds the sizes of a call where all that is given agrees."""
         return agreement_of(self.statement)
+
+    @cached_property
+    def graph(self) -> StatementGraph:
+        """The statement by itself."""
+        return StatementGraph([Step.of(self, range(len(self.layout.tensors)), 0, 0)], (0,))
 
     @cached_property
     def declared_facts(self) -> Mapping[str, IndexFacts]:
@@ -281,7 +287,7 @@ def _looked_at(
         check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
         return _without_terms(spec, tensors, initial, extents)
     if printed is None and tensors:
-        printed = Artifact([Step.of(spec, range(len(tensors)), 0, 0)], tensors)
+        printed = Artifact([*spec.graph.steps], tensors)
         spec.calls[(tensors[0].is_cuda, *map(dtype_of, tensors))] = printed
         made = printed.run(tensors, (extents.indices,), (extents.output,), initial)
         if made is not None:
@@ -314,3 +320,97 @@ def value_dtype(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None) -
     for access in spec.statement.reads:
         return tensors[layout.tensors.index(access.name)].dtype
     return initial.dtype if initial is not None else torch.get_default_dtype()
+
+
+# Several statements, and gradients.
+
+# Runs one statement: its tensors, what it adds to, its sizes.
+RunStatement = Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor]
+_numbers = count()
+
+
+class StatementGraph:
+    """Runs steps in order: on a CPU by one C function where there is one, else one after the other.
+
+    Args:
+        steps: the statements, in which later ones read what earlier ones wrote.
+        results: the numbers of the outputs that are returned to who is given gradients of them.
+        deterministic: a kernel of several statements is to give the same bits at every run.
+        fixed: places of static tables that are the same in every call.
+
+    Attributes:
+        alone: the only statement.
+        number: of the graph among all.
+        gradients: the graphs of its gradients by which of its tensors need one; `None`: not made of statements alone.
+        places: of such a graph: what each output is the gradient of, as `Step.places` says.
+        kept: which of the tensors it reads; empty: all of them.
+        written: the outputs of the call that it reads.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        results: Sequence[int] = (),
+        *,
+        deterministic: bool = False,
+        fixed: Collection[int] = (),
+    ) -> None:
+        self.steps, self.results, self.number = tuple(steps), results, next(_numbers)
+        self.alone = steps[0].spec if len(steps) == 1 else None
+        self.gradients: dict[tuple[bool, ...], StatementGraph | None] = {}
+        self.places: tuple[int, ...] = ()
+        self.kept: tuple[bool, ...] = ()
+        self.written: tuple[int, ...] = ()
+        self._deterministic, self._fixed = deterministic, fixed
+        self._read = tuple(dict.fromkeys(at for step in steps for at in step.places if at >= 0))
+        self._artifacts: dict[tuple[torch.dtype, ...], Artifact] = {}
+
+    def run(
+        self, pool: Sequence[Tensor | None], extents: Lists, shapes: Lists, run: RunStatement | None = None
+    ) -> Sequence[Tensor]:
+        """Return the outputs.
+
+        Args:
+            pool: the tensors of a call; those that no step reads may be `None`.
+            extents: the lists of extents that steps name.
+            shapes: of the outputs.
+            run: runs one step, which adds to what those before it made; by default where nothing is recorded.
+        """
+        # Loops and `map`: every backward pass comes here.
+        sizes: list[Sizes] = []
+        for step in self.steps:
+            sizes.append(tuple(map(extents[step.source].__getitem__, step.indices)))
+        if run is None and self._read:
+            given: list[Any] = list(map(pool.__getitem__, self._read))
+            # Whether one kernel of several statements is faster depends on sizes: operators say where it is made.
+            if given[0].is_cpu and (artifact := self.artifact(given)) is not None and not artifact.generated:
+                found = artifact.run(given, sizes, shapes, None)
+                if found is not None:
+                    return found
+        # Output n is at -1 - n.
+        tensors: list[Any] = [*pool, *[None] * len(shapes)]
+        outer = sharing.set({} if run is None and len(sizes) > 1 else None)
+        try:
+            for step, own in zip(self.steps, sizes, strict=True):
+                given = list(map(tensors.__getitem__, step.places))
+                at = -1 - step.output
+                tensors[at] = (run or run_plain)(step.spec, given, tensors[at], Extents(own, shapes[step.output]))
+        finally:
+            sharing.reset(outer)
+        return tensors[: -1 - len(shapes) : -1]
+
+    def artifact(self, given: Sequence[Tensor]) -> Artifact | None:
+        """Return what runs all at once on tensors of these dtypes, which are those that the steps read, in order."""
+        kind = tuple(map(dtype_of, given))
+        found = self._artifacts.get(kind)
+        if found is None and len(self.steps) == 1:
+            # What runs one statement alone is that of its own calls.
+            found = self.steps[0].spec.calls.get((False, *kind))
+        elif found is None:
+            slot = {place: n for n, place in enumerate(self._read)}
+            steps = [step._replace(places=tuple(slot.get(at, at) for at in step.places)) for step in self.steps]
+            order, fixed = self._deterministic, [slot[at] for at in self._fixed]
+            found = Artifact(steps, given, deterministic=order, fixed=fixed)
+        if found is not None:
+            self._artifacts[kind] = found
+        return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,32 +13,22 @@ from insum_nn.compiler.runtime.batched_gradients import each_vector
 from insum_nn.compiler.runtime.gradients_ahead import rehearse_call, rehearse_gradients
 from insum_nn.compiler.runtime.modes import plain_apply
 
-__all__ = ["Recorded", "RecordedCall", "record"]
-
-
-class RecordedCall(Protocol):
-    """The constants of a call."""
-
-    def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Any, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Compute the results, and save what `gradients` reads."""
-        ...
-
-    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of the initial value and of each tensor, from those of the results.
-
-        They run, or where they are differentiated in turn, are recorded.
-        """
-        ...
+__all__ = ["Recorded", "record"]
 
 
 class Recorded(torch.autograd.Function):
-    """A recorded call."""
+    """A recorded call.
+
+    `call.run(ctx, initial, tensors)` computes the results, and saves what `call.gradients(ctx, grads)` reads: that
+    computes the gradients of the initial value and of each tensor from those of the results. They run, or where they
+    are differentiated in turn, are recorded.
+    """
 
     # After the call and an initial value, which is no factor.
     first_operand = 2
 
     @staticmethod
-    def forward(ctx: Any, call: RecordedCall, initial: Tensor | None, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: Any, initial: Tensor | None, *tensors: Any) -> Any:
         ctx.call = call
         cold.call = rehearse_call, Recorded, ctx, call, initial, *tensors
         try:

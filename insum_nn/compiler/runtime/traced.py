@@ -31,51 +31,36 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-torch.library.define(
-    "insum_nn::call",
-    "(str spec, str[] names, Tensor[] tensors, str[] sized, SymInt[] sizes, bool[] known, SymInt[] shape, bool shaped) "
-    "-> Tensor",
-)
-# A traced graph has no lists of text.
-torch.library.define("insum_nn::call_traced", "(str spec, str call, Tensor[] tensors, Tensor[] sizes) -> Tensor")
+# One statement or several: what is written as text, tensors, and sizes; results as a list.
+torch.library.define("insum_nn::call", "(str spec, str call, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
+# torch.jit.trace records sizes as tensors: they are arguments, and the graph for all.
+torch.library.define("insum_nn::call_traced", "(str spec, str call, Tensor[] tensors, Tensor[] sizes) -> Tensor[]")
 
 
 def call_operator(
-    text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
-) -> Tensor:
-    """Call a program, given as the JSON of its `Spec`, through the operator."""
+    text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], shapes: Mapping[str, Sequence[int | None]]
+) -> list[Tensor]:
+    """Call a program, given as the JSON of its `Spec`, through the operator.
+
+    Args:
+        text: the program.
+        named: its tensors.
+        sizes: extents that no tensor shows.
+        shapes: of what it writes, by name; of one statement alone under "".
+    """
     named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
+    known = [[name, [extent is not None for extent in shape]] for name, shape in shapes.items()]
+    call = _call_text(list(named.keys()), list(sizes.keys()), known)
+    extents = [*sizes.values(), *[extent for shape in shapes.values() for extent in shape if extent is not None]]
     if torch.jit.is_tracing():
-        return _call_recorded(text, named, sizes, out_shape)
-    shape = out_shape if out_shape is not None else ()
-    return torch.ops.insum_nn.call(  # type: ignore[no-any-return]
-        text,
-        list(named.keys()),
-        list(named.values()),
-        list(sizes.keys()),
-        list(sizes.values()),
-        [extent is not None for extent in shape],
-        [0 if extent is None else extent for extent in shape],
-        out_shape is not None,
-    )
+        held = [each if isinstance(each, Tensor) else torch.full((), each) for each in extents]
+        return torch.ops.insum_nn.call_traced(text, call, list(named.values()), held)  # type: ignore[no-any-return]
+    return torch.ops.insum_nn.call(text, call, list(named.values()), extents)  # type: ignore[no-any-return]
 
 
-def _call_recorded(
-    text: str, named: Mapping[str, Tensor], sizes: Mapping[str, int], out_shape: Sequence[int | None] | None
-) -> Tensor:
-    """The same under torch.jit.trace, which records sizes as tensors: they are arguments, and the graph for all."""
-    recorded: list[Tensor] = []
-
-    def size(extent: object) -> object:
-        if not isinstance(extent, Tensor):
-            return extent
-        recorded.append(extent)
-        return [len(recorded) - 1]
-
-    shape = None if out_shape is None else [size(extent) for extent in out_shape]
-    call = {"names": list(named), "sizes": {name: size(extent) for name, extent in sizes.items()}, "shape": shape}
-    arguments = json.dumps(call), list(named.values()), recorded
-    return torch.ops.insum_nn.call_traced(text, *arguments)  # type: ignore[no-any-return]
+@constant
+def _call_text(names: Sequence[str], sized: Sequence[str], known: Sequence[Any]) -> str:
+    return json.dumps([names, sized, known])
 
 
 def call_traced(
@@ -95,7 +80,7 @@ def call_traced(
     claims = [(name, f.sorted, f.unique, f.masked, f.proven, f.unique_with) for name, f in facts.items()]
     values = option_values(options)
     text = _spec_text(expression, claims, values, activation, out_dtype, validate, drop_outside)
-    return call_operator(text, named, sizes or {}, out_shape)
+    return call_operator(text, named, sizes or {}, {} if out_shape is None else {"": out_shape})[0]
 
 
 def options_text(options: Options) -> str:
