@@ -156,8 +156,7 @@ LIBRARY_CALLS = (
 # file of ops/ or layers/ -> why it calls one of these or writes `a @ b` all the same.
 CALLS_A_LIBRARY: dict[str, str] = {
     "insum_nn/layers/equivariant/tensor_product_conv.py": "what TorchScript compiles, for processes without Python",
-    "insum_nn/layers/pruned/block_sparse_linear.py": "initial values; the dense product, where it is faster",
-    "insum_nn/layers/pruned/pruned_conv.py": "initial values, and `to_dense`",
+    "insum_nn/layers/pruned/block_sparse_linear.py": "the dense product, where it is faster",
     "insum_nn/layers/spconv/core.py": "spconv's functions on its tables of pairs",
     "insum_nn/layers/spconv/ops.py": "spconv's functions on its tables of pairs",
     "insum_nn/layers/spconv/utils.py": "numbers of voxels and points: integers",
