@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -269,31 +269,26 @@ class _Swap:
         """Our layer for a module, and a row of the report; `None` where there is none."""
         kind = _class_of(module)
         path = _path_of(kind)
-        shown = _shown(path)
         pruning = self.pruning_of(kind, name)
         place = "" if parent is None else f"{_path_of(_class_of(parent))}.{name.rpartition('.')[2]}"
         found = place if {place, path} <= CONVERTERS.keys() else path
-        supported = found in CONVERTERS or pruning is not None
-        reason = self.skipped(name)
-        if not supported:
+        if found not in CONVERTERS and pruning is None:
             return None
-        reason = reason or _attached(module, masks=pruning is None)
+        reason = self.skipped(name) or _attached(module, masks=pruning is None)
         if reason is None and pruning is not None:
             reason = self.why_not_prune(module, parent)
         if reason is None:
-            try:
-                # Constructors draw weights that are thrown away: the caller's random numbers stay as they are.
-                with torch.random.fork_rng(devices=[]):
-                    new, detail = self.make(module, name, found, pruning)
-            except NotConvertible as error:
-                reason = str(error)
-            else:
-                self.rows.append(SwapRow(name, shown, "swapped", detail))
+            # Constructors draw weights that are thrown away: the caller's random numbers stay as they are.
+            with torch.random.fork_rng(devices=[]):
+                new, detail = self.convert_peer(module, found) if pruning is None else self.prune(module, name, pruning)
+            reason = detail
+            if new is not None:
+                self.rows.append(SwapRow(name, _shown(path), "swapped", detail))
                 self.steer(new)
                 # Not `train`, which would reach into what both share.
                 new.training = module.training
                 return new
-        self.rows.append(SwapRow(name, shown, "left", reason))
+        self.rows.append(SwapRow(name, _shown(path), "left", reason))
         return None
 
     def steer(self, layer: Any) -> None:
@@ -304,36 +299,39 @@ class _Swap:
         # The peer's convolution may have been told to sum in its features' dtype.
         layer.options = self.options if own == DEFAULT else replace(self.options, accumulate="storage")
 
-    def make(self, module: nn.Module, name: str, path: str, pruning: Pruning | None) -> tuple[nn.Module, str]:
-        if pruning is None:
-            try:
-                new: Any = CONVERTERS[path](module)
-            except NotConvertible:
-                raise
-            except InsumError as error:
-                raise NotConvertible(error.message) from error
-            except Exception as error:
-                # Versions of peers differ; a layer that ours does not understand works on as it is.
-                raise NotConvertible(f"it could not be converted: {type(error).__name__}: {error}") from error
-            kind = type(new).__name__
-            # Weights of each sample's own are those of edges, as a rule.
-            if kind == "TensorProduct" and new.weight_numel and not new.shared_weights:
-                kind += "; between a gather and a scatter, write TensorProductConv(product) for all three"
-            return new, kind
+    def convert_peer(self, module: nn.Module, path: str) -> tuple[nn.Module | None, str]:
+        """Return our layer and its class, or none and why."""
+        try:
+            new: Any = CONVERTERS[path](module)
+        except (NotConvertible, InsumError) as error:
+            return None, error.message if isinstance(error, InsumError) else str(error)
+        except Exception as error:
+            # Versions of peers differ; a layer that ours does not understand works on as it is.
+            return None, f"it could not be converted: {type(error).__name__}: {error}"
+        kind = type(new).__name__
+        # Weights of each sample's own are those of edges, as a rule.
+        if kind == "TensorProduct" and new.weight_numel and not new.shared_weights:
+            kind += "; between a gather and a scatter, write TensorProductConv(product) for all three"
+        return new, kind
+
+    def prune(self, module: nn.Module, name: str, pruning: Pruning) -> tuple[nn.Module, str]:
+        """Return a pruned layer, and what it stores."""
         arguments = _arguments(pruning)
         build = _PRUNED[type(module)]
         if isinstance(module, nn.Linear) and arguments.get("block_shape") in (1, (1, 1)):
             build = SparseLinear.from_linear
             del arguments["block_shape"]
-        _check_keys(arguments, list(signature(build).parameters)[1:], name, module)
+        accepted = list(signature(build).parameters)[1:]
+        fix = "correct the density, the mask or the arguments under its pattern, or exclude the layer."
         try:
+            for key in [key for key in arguments if key not in accepted]:
+                fix = "".join(f"write '{nearest}'." for nearest in get_close_matches(str(key), accepted, 1)) or fix
+                raise TypeError(f"unknown key {key!r}; accepted keys: {', '.join(accepted)}")
             layer = build(cast(Any, module), **arguments)
         except (InsumError, TypeError) as error:
             message = error.message if isinstance(error, InsumError) else str(error)
             raise InsumFormatError(
-                f"block_sparse cannot be applied to '{name}', {type(module).__name__}: {message}",
-                fix="correct the density, the mask or the arguments under its pattern, or exclude the layer.",
-                layer=name,
+                f"block_sparse cannot be applied to '{name}', {type(module).__name__}: {message}", fix=fix, layer=name
             ) from error
         total, what = layer.mask.numel(), "weights"
         if type(layer) is BlockSparseLinear:
@@ -343,23 +341,20 @@ class _Swap:
     # Reasons.
 
     def skipped(self, name: str) -> str | None:
-        if self.include is not None:
-            fitting = [p for p in self.include if fnmatchcase(name, p)]
-            self.fitted.update(fitting)
-            if not fitting:
-                return "not included"
-        for pattern in self.exclude:
-            if fnmatchcase(name, pattern):
-                self.fitted.add(pattern)
-                return f"excluded by '{pattern}'"
-        return None
+        if self.include is not None and not self.fitting(self.include, name):
+            return "not included"
+        excluded = self.fitting(self.exclude, name)
+        return f"excluded by '{excluded[0]}'" if excluded else None
 
     def pruning_of(self, kind: type, name: str) -> Pruning | None:
-        if kind not in _PRUNED:
-            return None
-        fitting = [pattern for pattern in self.block_sparse if fnmatchcase(name, pattern)]
-        self.fitted.update(fitting)
+        fitting = self.fitting(self.block_sparse, name) if kind in _PRUNED else []
         return self.block_sparse[fitting[0]] if fitting else None
+
+    def fitting(self, patterns: Iterable[str], name: str) -> list[str]:
+        """Return the patterns that fit a name, and note them."""
+        found = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        self.fitted.update(found)
+        return found
 
     def why_not(self, module: nn.Module, parent: nn.Module | None, part: bool) -> str | None:
         """Why a module that was not swapped is worth a line, or `None`."""
@@ -492,16 +487,3 @@ def _arguments(pruning: Pruning) -> dict[str, Any]:
     if isinstance(pruning, Mapping):
         return dict(pruning)
     return {"mask": pruning} if isinstance(pruning, Tensor) else {"density": pruning}
-
-
-def _check_keys(arguments: Mapping[str, Any], accepted: Sequence[str], name: str, module: nn.Module) -> None:
-    """Raise unless a layer's pruning has arguments of these names only."""
-    for key in arguments:
-        if key not in accepted:
-            nearest = get_close_matches(str(key), accepted, 1)
-            raise InsumFormatError(
-                f"block_sparse cannot be applied to '{name}', {type(module).__name__}: unknown key {key!r}",
-                details=[f"accepted keys: {', '.join(accepted)}"],
-                fix=f"write '{nearest[0]}'." if nearest else "write an accepted key.",
-                layer=name,
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -16,19 +16,19 @@ from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.formats import BlockCOO, GroupSize
 from insum_nn.layers.extents import expand_pair, extent
-from insum_nn.layers.pruned.pruned_module import PrunedModule
-from insum_nn.layers.pruned.pruned_weight import Forming, dense_parameter, reaches
+from insum_nn.layers.pruned.pruned_weight import Forming, PrunedWeight, dense_parameter, kept_of, reaches
 from insum_nn.ops.block_linear import (
     BLOCK_LINEAR_FACTS,
     block_linear_stored,
     block_linear_text,
 )
 from insum_nn.structure.pruning import group_norms, magnitude_mask, touched_blocks
+from insum_nn.tiles import tiles
 
 __all__ = ["BlockSparseLinear", "SparseLinear"]
 
 
-class BlockSparseLinear(PrunedModule):
+class BlockSparseLinear(PrunedWeight):
     """A linear map whose weight holds dense blocks at chosen places and zeros elsewhere: `torch.nn.Linear`.
 
         Y[n,Row[p],a] += W[p,a,b] * X[n,Col[p],b]
@@ -93,6 +93,8 @@ class BlockSparseLinear(PrunedModule):
         self.in_features = extent(owner, "in_features", in_features)
         self.out_features = extent(owner, "out_features", out_features)
         self.block_shape = expand_pair(owner, "block_shape", block_shape, 1)
+        # Lanes run along samples, which lie a row apart, of single weights.
+        self._moved = 4 * sum(self.dense_extents) if self._SINGLE else 0
         cell, outputs = () if self._SINGLE else self.block_shape, self.out_features if bias else None
         self._store(self._choose_mask(mask, density), cell, outputs, device, dtype)
 
@@ -103,23 +105,10 @@ class BlockSparseLinear(PrunedModule):
         With all blocks stored, this is `nn.Linear`'s rule. With fewer inputs the bound is larger, so that outputs have
         the spread of a dense layer's.
         """
-        (a, b), (total, cols) = self.block_shape, self.grid_shape
-        row = self.position // max(cols, 1)
-        width = torch.full_like(row, b)
-        if self.in_features % b:
-            width[self.position % cols == cols - 1] = self.in_features % b
-        fan_in = torch.zeros(total, dtype=torch.int64, device=row.device).index_add(0, row, width)
-        self._draw(row, fan_in, a)
-        self._clear_overhang()
-
-    def _clear_overhang(self) -> None:
-        """Zero what edge blocks hold beyond the shape."""
-        for axis, at in enumerate(self._coordinates(self.position)):
-            block, used = self.block_shape[axis], self.dense_extents[axis] % self.block_shape[axis]
-            if used:
-                last = (at == self.grid_shape[axis] - 1)[:, None, None]
-                beyond = torch.arange(block, device=last.device) >= used
-                self.weight.masked_fill_(last & (beyond if axis else beyond[:, None]), 0)
+        used, size = self._kernels(self.mask), self.block_shape[0]
+        self._draw(self.position // max(self.grid_shape[1], 1), used[::size].sum(1), size)
+        # Edge blocks hold zeros beyond the shape.
+        self.weight.mul_(self._stored_of(used))
 
     @classmethod
     def from_linear(
@@ -170,19 +159,14 @@ class BlockSparseLinear(PrunedModule):
                 details=[f"weight: {tuple(weight.shape)}"],
                 fix="pass an nn.Linear; a convolution is pruned by PrunedConv2d.from_conv2d.",
             )
-        if mask is None and not weight.is_meta:
-            if density is not None:
-                mask = magnitude_mask(group_norms(weight, shape), density)
-            else:
-                mask = weight != 0 if kept is None else kept
-            density = None
+        chosen = kept_of(weight, kept, mask, density, lambda w, share: magnitude_mask(group_norms(w, shape), share))
+        mask = chosen["mask"]
         bias = linear.bias is not None  # pyright: ignore[reportUnnecessaryComparison] - torch types it as always there
-        arguments |= {"mask": mask, "density": density, "device": weight.device, "dtype": weight.dtype}
+        arguments |= {**chosen, "device": weight.device, "dtype": weight.dtype}
         layer = cls(linear.in_features, linear.out_features, bias, **arguments)
         if mask is not None and mask.shape == weight.shape:
             blocks = touched_blocks(mask, shape)
-            covered = blocks.repeat_interleave(shape[0], 0)[: mask.shape[0]].repeat_interleave(shape[1], 1)
-            if int(covered[:, : mask.shape[1]].sum()) > 2 * (elements := int(mask.sum())):
+            if int(_elements(blocks, shape, mask.shape).sum()) > 2 * (elements := int(mask.sum())):
                 warnings.warn(
                     f"{cls.__name__}.from_linear: {elements} of {mask.numel()} weights are kept, and the blocks of "
                     f"{shape} that they touch are stored whole: {layer.num_stored} of {blocks.numel()} blocks. "
@@ -214,8 +198,8 @@ class BlockSparseLinear(PrunedModule):
 
     def to_linear(self) -> nn.Linear:
         """Return a dense layer with the same outputs; a copy."""
-        factory: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
-        return self._copied_to(nn.Linear(self.in_features, self.out_features, self.bias is not None, **factory))
+        sizes = self.in_features, self.out_features, self.bias is not None
+        return self._copied_to(nn.Linear(*sizes, self.weight.device, self.weight.dtype))
 
     def _coordinates(self, position: Tensor) -> tuple[Tensor, Tensor]:
         cols = max(self.grid_shape[1], 1)
@@ -233,8 +217,7 @@ class BlockSparseLinear(PrunedModule):
         return {"Row": groups.row, "Col": groups.col, "Slot": slot}
 
     def _stored_of(self, dense: Tensor) -> Tensor:
-        values = BlockCOO.from_dense(dense, block_shape=self.block_shape, mask=self.mask).values
-        return values.reshape(self.weight.shape)
+        return tiles(dense, self.block_shape).flatten(0, 1)[self.position].reshape(self.weight.shape)
 
     def _grid_mask(self, mask: Tensor) -> Tensor | None:
         if tuple(mask.shape) != self.dense_extents:
@@ -261,14 +244,8 @@ class BlockSparseLinear(PrunedModule):
         shape = (rows, cols) if self._SINGLE else (rows, None, cols, None)
         return text, self._facts(), {"W": weight, **self.index}, self.options, shape
 
-    @property
-    def _moved(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Lanes run along samples, which lie a row apart, of single weights.
-        return 4 * sum(self.dense_extents) if self._SINGLE else 0
-
     def _kernels(self, mask: Tensor) -> Tensor:
-        (a, b), (m, k) = self.block_shape, self.dense_extents
-        return mask.repeat_interleave(a, 0)[:m].repeat_interleave(b, 1)[:, :k]
+        return _elements(mask, self.block_shape, self.dense_extents)
 
     # The map.
 
@@ -313,6 +290,11 @@ class BlockSparseLinear(PrunedModule):
         parts += [f"{what}={self.num_stored} of {total}"]
         parts += [f"group_size={self.group_size}"] if self.group_size != "auto" else []
         return ", ".join(parts)
+
+
+def _elements(blocks: Tensor, block_shape: tuple[int, int], shape: Sequence[int]) -> Tensor:
+    """Return a mask over a matrix of a mask over its blocks."""
+    return blocks.repeat_interleave(block_shape[0], 0)[: shape[0]].repeat_interleave(block_shape[1], 1)[:, : shape[1]]
 
 
 class SparseLinear(BlockSparseLinear):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -13,10 +14,10 @@ from torch.nn import functional
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts, NamedFacts
+from insum_nn.faults import check_choice
 from insum_nn.formats import GroupSize
 from insum_nn.layers.extents import IntOrInts, OfDimension, channels, expand_nd
-from insum_nn.layers.pruned.pruned_module import PrunedModule
-from insum_nn.layers.pruned.pruned_weight import DenseConv, Forming, dense_parameter, reaches
+from insum_nn.layers.pruned.pruned_weight import DenseConv, Forming, PrunedWeight, dense_parameter, kept_of, reaches
 from insum_nn.ops.pruned_conv import (
     KERNEL_AXES,
     PRUNED_CONV_FACTS,
@@ -35,7 +36,7 @@ _PLACES = NamedFacts(P=IndexFacts(sorted=True, unique=True, masked=False, proven
 _MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
-class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
+class PrunedConv(PrunedWeight, OfDimension, Generic[Dense]):
     """A convolution of dense inputs with filters that store chosen weights only; base of the three dimensions.
 
         O[n,M[g],p,q,..] += F[Slot[g,k]] * I[n,C[g,k],p+R[g,k],q+S[g,k],..]
@@ -110,7 +111,7 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         self.padding = padding if isinstance(padding, str) else sizes("padding", padding, 0)
         self.padding_mode = padding_mode
         self._check()
-        self.zeros = self._zeros()
+        self.zeros, self._moved = self._zeros(), self.in_channels + self.out_channels
         self._store(self._choose_mask(mask, density), (), self.out_channels if bias else None, device, dtype)
 
     def _check(self) -> None:
@@ -121,25 +122,16 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
                 argument="padding",
                 got=self.padding,
             )
-        paddings = ("same", "valid", *([] if isinstance(self.padding, str) else [self.padding]))
-        for name, value, known in (("padding", self.padding, paddings), ("padding_mode", self.padding_mode, _MODES)):
-            if value not in known:
-                raise InsumFormatError(
-                    f"{type(self).__name__}: '{name}' is {value!r}",
-                    details=[f"expected one of {', '.join(map(repr, known))}"],
-                    fix="pass one of these." if name == "padding_mode" else "pass one of these, or numbers.",
-                    argument=name,
-                    got=value,
-                )
+        owner = type(self).__name__
+        if isinstance(self.padding, str):
+            check_choice(f"{owner}: 'padding'", self.padding, ("same", "valid"))
+        check_choice(f"{owner}: 'padding_mode'", self.padding_mode, [*_MODES])
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw uniformly as torch's convolutions do, within one over the root of the weights that a filter stores."""
-        each = math.prod(self.grid_shape[1:])
-        filters = self.position // max(each, 1)
-        counts = torch.zeros(self.out_channels, dtype=torch.int64, device=filters.device)
-        counts.index_add_(0, filters, torch.ones_like(filters))
-        self._draw(filters, counts, 1)
+        filters = self.position // max(math.prod(self.grid_shape[1:]), 1)
+        self._draw(filters, self.mask.flatten(1).sum(1), 1)
 
     # Structure.
 
@@ -147,11 +139,6 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
     def grid_shape(self) -> tuple[int, ...]:
         """(out_channels, in_channels / groups, *kernel_size)."""
         return self.out_channels, self.in_channels // self.groups, *self.kernel_size
-
-    @property
-    def dense_extents(self) -> tuple[int, ...]:
-        """The grid's places are single weights, so this is `grid_shape`."""
-        return self.grid_shape
 
     def _stored_of(self, dense: Tensor) -> Tensor:
         return dense.reshape(-1)[self.position]
@@ -182,18 +169,14 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
     # The dense product.
 
     def _by_library(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        even = self.padding_mode == "zeros" and all(before == after for before, after in self.zeros)
-        padded, zeros = (input, self.zeros) if even else self._padded(input, every_mode=True)
-        steps = self.stride, [before for before, _ in zeros], self.dilation, self.groups
+        even = self._before and all(before == after for before, after in self.zeros)
+        padded, padding = (input, self._before) if even else (self._padded(input), 0)
+        steps = self.stride, padding, self.dilation, self.groups
         return getattr(functional, f"conv{self.NDIM}d")(padded, weight, bias, *steps)
 
     def _forming(self, weight: Tensor) -> Forming:
         named, size = {"P": self.position, "F": weight}, math.prod(self.grid_shape)
         return "H[P[p]] += F[p]", _PLACES, named, self.options, (size,)
-
-    @property
-    def _moved(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.in_channels + self.out_channels
 
     def _kernels(self, mask: Tensor) -> Tensor:
         return torch.block_diag(*mask.flatten(2).any(2).chunk(self.groups))
@@ -212,18 +195,18 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         numbers = (0,) * self.NDIM if isinstance(self.padding, str) else self.padding
         return tuple((zeros, zeros) for zeros in numbers)
 
-    def _padded(self, input: Tensor, *, every_mode: bool = False) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-        """Return the input padded by all but zeros, and the padding that is left to the subscripts."""
-        zeros = self.zeros
-        if self.padding_mode == "zeros" and not every_mode:
-            return input, zeros
+    @property
+    def _before(self) -> list[int]:
+        """Zeros before each axis, which stand in the subscripts; none where the padding is no zeros."""
+        return [before for before, _ in self.zeros] if self.padding_mode == "zeros" else []
+
+    def _padded(self, input: Tensor) -> Tensor:
         # torch takes the last axis first.
-        sides = [side for axis in reversed(zeros) for side in axis]
-        return functional.pad(input, sides, mode=_MODES[self.padding_mode]), ((0, 0),) * self.NDIM
+        sides = [side for axis in reversed(self.zeros) for side in axis]
+        return functional.pad(input, sides, mode=_MODES[self.padding_mode])
 
     def _statements(self) -> tuple[str, ...]:
-        padding = [before for before, _ in self.zeros] if self.padding_mode == "zeros" else ()
-        return (pruned_conv_expression(self.stride, padding),)
+        return (pruned_conv_expression(self.stride, self._before),)
 
     def _facts(self) -> Mapping[str, IndexFacts]:
         return PRUNED_CONV_FACTS[self.NDIM]
@@ -251,16 +234,15 @@ class PrunedConv(PrunedModule, OfDimension, Generic[Dense]):
         uses = samples.shape[0] * math.prod(output)
         if reaches(uses, self._fewest) and (result := self._by_dense(input, uses, output[-1])) is not None:
             return result
-        samples, zeros = self._padded(samples)
         result = pruned_conv(
-            samples,
+            samples if self._before else self._padded(samples),
             self.weight,
             self.index,
             (self.in_channels, self.out_channels),
             output,
             self.bias,
             stride=self.stride,
-            padding=[before for before, _ in zeros],
+            padding=self._before,
             options=self.options,
         )
         return result.squeeze(0) if single else result
@@ -319,11 +301,8 @@ def _from_conv(
             fix="pass density= with pattern=, and no mask.",
         )
     weight, kept = dense_parameter(conv, "weight")
-    if density is not None and mask is None and not weight.is_meta:
-        mask, density = filter_mask(weight, density, pattern), None
-    elif mask is None and density is None and not weight.is_meta:
-        mask = weight != 0 if kept is None else kept
-    layer = cls(**_shared_arguments(conv), mask=mask, density=density, group_size=group_size, options=options)
+    chosen = kept_of(weight, kept, mask, density, partial(filter_mask, pattern=pattern))
+    layer = cls(**_shared_arguments(conv), **chosen, group_size=group_size, options=options)
     return layer._take_over(conv)
 
 

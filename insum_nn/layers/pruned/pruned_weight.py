@@ -1,15 +1,12 @@
-"""Base of layers that store their weight at chosen places of a grid only.
-
-`PrunedWeight` is what a layer stores, saves and loads. `PrunedModule`, from which the layers derive, adds what changes
-the places in training. They are two classes so that each has one subject.
-"""
+"""Base of layers that store their weight at chosen places of a grid only: what they store, save, load, and train."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +20,17 @@ from insum_nn.formats import GroupCOO, GroupSize
 from insum_nn.layers.pruned.scripted_call import ScriptedCall
 from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.ops.statements import run, to_autocast
-from insum_nn.structure.pruning import note_new_rows, random_mask
+from insum_nn.structure.pruning import (
+    carry_optimizer_state,
+    magnitude_mask,
+    note_new_rows,
+    prune_and_regrow,
+    random_mask,
+    take_rows,
+)
 from insum_nn.tensor_cache import unwritten
 
-__all__ = ["DenseConv", "Forming", "PrunedWeight", "dense_parameter", "reaches"]
+__all__ = ["DenseConv", "Forming", "GradientRecord", "PrunedWeight", "dense_parameter", "kept_of", "reaches"]
 
 DenseConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 # A statement that forms a dense weight, as `run` takes it.
@@ -71,12 +75,39 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         # The places while `position` is on the meta device, where tensors have no values.
         self._places: Tensor | None = None
 
-    # Defined by subclasses.
+    if TYPE_CHECKING:
+        # Defined by subclasses.
+
+        @property
+        def grid_shape(self) -> tuple[int, ...]:
+            """Extents of the grid of places."""
+            ...
+
+        def reset_parameters(self) -> None:
+            """Draw the parameters again."""
+
+        # The stored cells of a dense weight, the index tensors of places, the smallest input of a call.
+        def _stored_of(self, dense: Tensor) -> Tensor: ...
+        def _make_index(self, position: Tensor) -> dict[str, Tensor]: ...
+        def _example(self) -> Tensor: ...
+
+        # Torch's function of the dense layer, and the statement that forms its weight, as `run` takes it.
+        def _by_library(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+        def _forming(self, weight: Tensor) -> Forming: ...
+
+        # Which inputs a mask has each output read, features or channels of a group; the norm of each place's cell in a
+        # dense tensor of the weight's shape.
+        def _kernels(self, mask: Tensor) -> Tensor: ...
+        def _grid_norms(self, dense: Tensor) -> Tensor: ...
 
     @property
-    def grid_shape(self) -> tuple[int, ...]:
-        """Extents of the grid of places."""
-        raise NotImplementedError
+    def dense_extents(self) -> tuple[int, ...]:
+        """Extents of the dense weight; of single weights those of the grid."""
+        return self.grid_shape
+
+    def _grid_mask(self, mask: Tensor) -> Tensor | None:
+        """Return a mask of another shape as one over the grid; `None` if it fits nothing."""
+        return None
 
     def cell_norms(self) -> Tensor:
         """Return (p,) the norm of each stored cell."""
@@ -86,42 +117,6 @@ class PrunedWeight(ExplainedLayer, nn.Module):
     def to_dense(self) -> Tensor:
         """Return the dense weight; differentiable."""
         return self._dense(self.weight)
-
-    def reset_parameters(self) -> None:
-        """Draw the parameters again."""
-        raise NotImplementedError
-
-    def _stored_of(self, dense: Tensor) -> Tensor:
-        """Return the stored cells of a dense weight."""
-        raise NotImplementedError
-
-    def _make_index(self, position: Tensor) -> dict[str, Tensor]:
-        """Return the index tensors of the statement for these places."""
-        raise NotImplementedError
-
-    def _example(self) -> Tensor:
-        """Return the smallest input of a call."""
-        raise NotImplementedError
-
-    def _by_library(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Call torch's function of the dense layer."""
-        raise NotImplementedError
-
-    def _forming(self, weight: Tensor) -> Forming:
-        """Return the statement that forms the dense weight, as `run` takes it."""
-        raise NotImplementedError
-
-    def _kernels(self, mask: Tensor) -> Tensor:
-        """Return which inputs a mask has each output read: features, or channels of a group."""
-        raise NotImplementedError
-
-    def _grid_norms(self, dense: Tensor) -> Tensor:
-        """Return the norm of each place's cell in a dense tensor of the weight's shape."""
-        raise NotImplementedError
-
-    def _grid_mask(self, mask: Tensor) -> Tensor | None:
-        """Return a mask of another shape as one over the grid; `None` if it fits nothing."""
-        return None
 
     # Structure.
 
@@ -159,13 +154,12 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             InsumDeviceError: on the meta device.
             InsumShapeError: neither of the grid's shape nor of the dense weight's.
         """
-        caller = type(self).__name__
-        faults = Faults(caller)
+        faults = Faults(caller := type(self).__name__)
         faults.dtype_among("mask", mask.dtype, (torch.bool,), fix="pass mask != 0.")
-        faults.raise_all()
         if mask.is_meta:
-            fault = f"{caller}: 'mask' is on the meta device, where tensors have no values"
-            raise InsumDeviceError(fault, fix="make the mask on another device, such as 'cpu'.", argument="mask")
+            message, fix = "is on the meta device, where tensors have no values", "make it elsewhere, such as on 'cpu'."
+            faults.add(InsumDeviceError, "mask", message, fix=fix)
+        faults.raise_all()
         found = mask if tuple(mask.shape) == self.grid_shape else self._grid_mask(mask)
         if found is None:
             dense = tuple(int(extent) for extent in self.dense_extents)
@@ -180,11 +174,6 @@ class PrunedWeight(ExplainedLayer, nn.Module):
             )
         return found
 
-    @property
-    def dense_extents(self) -> tuple[int, ...]:
-        """Extents of the dense weight."""
-        raise NotImplementedError
-
     def _choose_mask(self, mask: Tensor | None, density: float | None) -> Tensor:
         """Return the mask of a new layer, on the CPU whatever torch's default device: given, at random, or full."""
         if mask is not None and density is not None:
@@ -196,9 +185,8 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         if mask is not None:
             return self.check_mask(mask).cpu()
         with torch.device("cpu"):
-            if density is not None:
-                return random_mask(self.grid_shape, density)
-            return torch.ones(self.grid_shape, dtype=torch.bool)
+            every = torch.ones(self.grid_shape, dtype=torch.bool)
+            return every if density is None else random_mask(self.grid_shape, density)
 
     def _store(
         self,
@@ -214,10 +202,8 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         self.weight = nn.Parameter(torch.empty(position.shape[0], *cell, device=target, dtype=dtype))
         self.register_buffer("position", position.to(target))
         self._adopt_places(position)
-        if outputs is None:
-            self.register_parameter("bias", None)
-        else:
-            self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype))
+        bias = None if outputs is None else nn.Parameter(torch.empty(outputs, device=device, dtype=dtype))
+        self.register_parameter("bias", bias)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -294,6 +280,144 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         number = torch.arange(row.shape[0], device=row.device)
         return GroupCOO.from_coo((row, col), number, shape, group_size=size)
 
+    # What training changes.
+
+    @torch.no_grad()
+    def update_mask(self, mask: Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Store other places: survivors keep their values and what the optimizer remembers of them, new ones are zero.
+
+        The parameter stays the same object. Under `DistributedDataParallel` a mask with another number of places asks
+        for wrapping the model again.
+
+        Args:
+            mask: bool, over the grid or over the dense weight.
+            optimizer: holds the layer's weight; its momenta and moments follow the survivors. Left out, an optimizer
+                that has made a step fits another number of places no longer, and says so at its next step.
+
+        Raises:
+            InsumDtypeError: the mask is not bool.
+            InsumShapeError: the mask does not fit.
+            InsumNameError: the optimizer does not hold the weight.
+            InsumFormatError: the optimizer remembers a tensor that does not follow the weight's rows.
+        """
+        chosen = self.check_mask(mask).to(self.position.device).reshape(-1).nonzero().squeeze(1)
+        source = self._sources(chosen)
+        if optimizer is not None:
+            carry_optimizer_state(optimizer, self.weight, source)
+        gradient = self.weight.grad
+        self.weight.grad = None
+        self._replace_weight(take_rows(self.weight.data, source))
+        if gradient is not None:
+            self.weight.grad = take_rows(gradient, source)
+        self._adopt_places(chosen)
+
+    def _sources(self, chosen: Tensor) -> Tensor:
+        """For each place its row in the weight as it is, or -1."""
+        if self.num_stored == 0:
+            return torch.full_like(chosen, -1)
+        at = torch.searchsorted(self.position, chosen).clamp(max=self.num_stored - 1)
+        return torch.where(self.position[at] == chosen, at, -1)
+
+    def prune(self, density: float, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Keep the stored cells of the largest norm.
+
+        Args:
+            density: share of the grid's places that stay.
+            optimizer: as for `update_mask`.
+
+        Raises:
+            InsumFormatError: the density is not in (0, 1], or above the present one.
+        """
+        norms = self.cell_norms()
+        scores = norms.new_full(self.grid_shape, -torch.inf).reshape(-1)
+        scores[self.position] = norms.nan_to_num(nan=0.0)
+        mask = magnitude_mask(scores, density).reshape(self.grid_shape)
+        if int(mask.sum()) > self.num_stored:
+            raise self._out_of_reach(density, "pruned", fix="pass a lower density, or call regrow.")
+        self.update_mask(mask, optimizer)
+
+    def regrow(
+        self, density: float, optimizer: torch.optim.Optimizer | None = None, *, scores: Tensor | None = None
+    ) -> None:
+        """Add places, as zeros, until a share of the grid is stored.
+
+        Args:
+            density: share of the grid's places that are stored in the end.
+            optimizer: as for `update_mask`.
+            scores: over the grid: the highest earn a place, such as those of `record_gradients`. Default: at random.
+
+        Raises:
+            InsumFormatError: the density is not in (0, 1], or below the present one.
+            InsumShapeError: `scores` has not the shape of the grid.
+        """
+        scores = self._scores(scores)
+        known = scores.nan_to_num(nan=-torch.inf, posinf=3e38)
+        mask = magnitude_mask(torch.where(self.mask, torch.inf, known), density)
+        if int(mask.sum()) < self.num_stored:
+            raise self._out_of_reach(density, "regrown", fix="pass a higher density, or call prune.")
+        self.update_mask(mask, optimizer)
+
+    def rewire(
+        self, fraction: float, optimizer: torch.optim.Optimizer | None = None, *, scores: Tensor | None = None
+    ) -> None:
+        """Drop the share of stored cells with the smallest norms and grow as many elsewhere, as zeros.
+
+        Source: Evci, Gale, Menick, Castro, Elsen, Rigging the Lottery: Making All Tickets Winners (ICML 2020).
+
+        Args:
+            fraction: share of the stored cells that move, in [0, 1]; see `cosine_fraction`.
+            optimizer: as for `update_mask`.
+            scores: over the grid: the highest earn a place, such as those of `record_gradients`. Default: at random.
+
+        Raises:
+            InsumFormatError: the fraction is not in [0, 1].
+            InsumShapeError: `scores` has not the shape of the grid.
+        """
+        own, norms = self.mask, self.cell_norms()
+        keep = norms.new_zeros(own.numel())
+        keep[self.position] = norms
+        self.update_mask(prune_and_regrow(own, keep.reshape(own.shape), self._scores(scores), fraction), optimizer)
+
+    def _out_of_reach(self, density: float, changed: str, *, fix: str) -> InsumFormatError:
+        return InsumFormatError(
+            f"{type(self).__name__} stores {self.density:.3g} of its places, and cannot be {changed} to {density}",
+            fix=fix,
+            argument="density",
+            expected=self.density,
+            got=density,
+        )
+
+    def _scores(self, scores: Tensor | None) -> Tensor:
+        """Return scores over the grid, random ones where none are given."""
+        if scores is None:
+            return torch.rand(self.grid_shape, device=self.position.device)
+        faults = Faults(type(self).__name__)
+        faults.shape("scores", scores, self.grid_shape, fix="pass one score per place of the grid.")
+        faults.raise_all()
+        return scores.to(self.position.device)
+
+    @contextmanager
+    def record_gradients(self) -> Generator[GradientRecord]:
+        """While it is open, sum the dense weight's gradient over all backward passes through the layer.
+
+        This is what RigL grows by; it costs a dense product per backward pass, so open it only for the steps before
+        a change of the mask.
+
+        Yields:
+            A record whose `scores()` are the norms of that gradient over the grid.
+        """
+        record = GradientRecord(self)
+
+        def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda grad: record.add(args[0].detach(), grad.detach()))
+
+        handle = self.register_forward_hook(watch)
+        try:
+            yield record
+        finally:
+            handle.remove()
+
     # The dense product, where it is faster.
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
@@ -344,31 +468,17 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         dense = run(*self._forming(weight)).reshape(whole)
         return dense if whole == self.dense_extents else dense[tuple(map(slice, self.dense_extents))]
 
-    def _dense_gradient(self, input: Tensor, grad_output: Tensor) -> Tensor:
-        """Return the gradient of the dense weight from one call's input and its output's gradient."""
-        wide = torch.promote_types(grad_output.dtype, torch.float32)
-        weight = input.new_zeros(self.dense_extents, dtype=wide).requires_grad_()
-        with torch.enable_grad():
-            result = self._by_library(input.to(wide), weight, None)
-        return torch.autograd.grad(result, weight, grad_output.to(wide))[0]
-
     def __prepare_scriptable__(self) -> nn.Module:
         """Return what TorchScript is to compile in place of the layer; it calls this."""
         return ScriptedCall(self, self._example())
 
     # State.
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes these by position
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
         """Load weight and places; a faulty state leaves the layer unchanged."""
+        error_msgs: list[str] = rest[-1]
         names = ("weight", "position", "dense_shape")
         given = {name: t for name in names if isinstance(t := state_dict.get(prefix + name), Tensor)}
         weight, position, shape = (given.get(name, cast(Tensor, getattr(self, name))) for name in names)
@@ -388,9 +498,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
                 self.position = self.position.new_empty(position.shape)
                 self.weight.grad = None
                 self._replace_weight(self.weight.data.new_empty(weight.shape))
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         if "position" in given:
             self._adopt_places(next(t for t in (self.position, position, places) if not t.is_meta))
 
@@ -414,12 +522,55 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         return None
 
 
+class GradientRecord:
+    """The dense gradient of a pruned layer's weight, summed over backward passes."""
+
+    def __init__(self, layer: PrunedWeight) -> None:
+        self._layer = layer
+        self._dense: Tensor | None = None
+
+    def add(self, input: Tensor, grad_output: Tensor) -> None:
+        """Add one pass."""
+        wide = torch.promote_types(grad_output.dtype, torch.float32)
+        weight = input.new_zeros(self._layer.dense_extents, dtype=wide).requires_grad_()
+        with torch.enable_grad():
+            result = self._layer._by_library(input.to(wide), weight, None)
+        found = torch.autograd.grad(result, weight, grad_output.to(wide))[0]
+        self._dense = found if self._dense is None else self._dense + found
+
+    def scores(self) -> Tensor:
+        """Return the norm of the gradient at each place of the grid.
+
+        Raises:
+            InsumFormatError: no backward pass was recorded.
+        """
+        if self._dense is None:
+            raise InsumFormatError(
+                f"no backward pass through this {type(self._layer).__name__} was recorded",
+                fix="call loss.backward() inside the record_gradients() block.",
+            )
+        return self._layer._grid_norms(self._dense)
+
+
 def reaches(uses: int, least: float) -> bool:
     """Whether a number is not less than another; if a graph of any sizes is traced, for all of them."""
     if isinstance(uses, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         # As torch.jit.trace records it.
         return False
     return is_known(uses >= least) if torch.compiler.is_compiling() else uses >= least
+
+
+def kept_of(
+    weight: Tensor, kept: Tensor | None, mask: Tensor | None, density: float | None, best: Callable[..., Tensor]
+) -> dict[str, Any]:
+    """Return a constructor's `mask` and `density` for a dense weight, of which `best` keeps a share.
+
+    Without mask and density: what `torch.nn.utils.prune` has `kept`, or is not zero.
+    """
+    if mask is None and not weight.is_meta:
+        nonzero = weight != 0 if kept is None else kept
+        mask, density = nonzero if density is None else best(weight, density), None
+    return {"mask": mask, "density": density}
 
 
 def dense_parameter(layer: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:

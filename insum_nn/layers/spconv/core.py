@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.errors import InsumRangeError, InsumShapeError
+from insum_nn.errors import InsumRangeError
+from insum_nn.faults import Faults
 from insum_nn.layers.extents import expand_nd as _expand
 from insum_nn.layers.voxel.conv_base import Activation
 from insum_nn.layers.voxel.sparse_tensor import CUDAKernelTimer, SparseConvTensor
@@ -54,8 +55,28 @@ class _Stored:
 
     @cached_property
     def kernel_map(self) -> KernelMap:
-        """The same pairs as a map of ours, proven once."""
-        return _map_of(cast(Any, self))
+        """The same pairs as a map of ours, proven once.
+
+        Raises:
+            InsumRangeError: a pair or a voxel points outside.
+            InsumFormatError: a voxel occurs twice, or a pair breaks a map's laws.
+        """
+        stored: Any = self
+        how = Geometry.of(stored.ksize, stored.stride, stored.padding, stored.dilation, subm=stored.is_subm)
+        voxels = (stored.indices, stored.out_indices)
+        batch = max((int(rows[:, 0].max()) + 1 for rows in voxels if len(rows)), default=1)
+        inputs = Coordinates(stored.indices, tuple(stored.spatial_shape), batch).prove()
+        outputs = Coordinates(stored.out_indices, tuple(stored.out_spatial_shape), batch).prove()
+        rows = stored.neighbours()
+        expected = (how.volume, outputs.num_sites)
+        faults = Faults(type(stored).__name__)
+        fix = "store the pairs that were made for this kernel and these voxels."
+        faults.shape("pairs", rows, expected, details=["expected (offsets, output voxels)"], fix=fix)
+        faults.raise_all()
+        _check_rows("pairs of input voxels", rows, inputs.num_sites)
+        found = KernelMap.of_table(inputs, outputs, how, order_by_mask(rows.int().contiguous()))
+        found.validate()
+        return found
 
 
 @dataclass(eq=False, repr=False)
@@ -131,33 +152,6 @@ class ImplicitGemmIndiceData(_Stored):
     def neighbours(self) -> Tensor:
         """Return (o, m) int32: the input row that each output row meets at each offset, or -1."""
         return self.pair_fwd
-
-
-def _map_of(stored: IndiceData | ImplicitGemmIndiceData) -> KernelMap:
-    """Return stored pairs as a map of ours, proven.
-
-    Raises:
-        InsumRangeError: a pair or a voxel points outside.
-        InsumFormatError: a voxel occurs twice, or a pair breaks a map's laws.
-    """
-    how = Geometry.of(stored.ksize, stored.stride, stored.padding, stored.dilation, subm=stored.is_subm)
-    batch = max((int(rows[:, 0].max()) + 1 for rows in (stored.indices, stored.out_indices) if len(rows)), default=1)
-    inputs = Coordinates(stored.indices, tuple(stored.spatial_shape), batch).prove()
-    outputs = Coordinates(stored.out_indices, tuple(stored.out_spatial_shape), batch).prove()
-    rows = stored.neighbours()
-    expected = (how.volume, outputs.num_sites)
-    if tuple(rows.shape) != expected:
-        raise InsumShapeError(
-            f"{type(stored).__name__}: the pairs have shape {tuple(rows.shape)}",
-            details=[f"expected (offsets, output voxels) = {expected}"],
-            fix="store the pairs that were made for this kernel and these voxels.",
-            expected=expected,
-            got=tuple(rows.shape),
-        )
-    _check_rows("pairs of input voxels", rows, inputs.num_sites)
-    found = KernelMap.of_table(inputs, outputs, how, order_by_mask(rows.int().contiguous()))
-    found.validate()
-    return found
 
 
 def expand_nd(ndim: int, val: Any) -> list[int]:

@@ -1,15 +1,16 @@
-"""`spconv.pytorch.functional`: convolution and pooling over tables of pairs, and sums of sparse tensors."""
+"""`spconv.pytorch.functional`: convolution and pooling over tables of pairs, and sums of sparse tensors.
+
+These take the arguments of the functions of the same names in `ops` in another order.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
-from insum_nn.layers.spconv import table_ops
-from insum_nn.layers.spconv.table_ops import indice_maxpool
-from insum_nn.layers.voxel.conv_base import Activation
+from insum_nn.layers.spconv import ops
+from insum_nn.layers.spconv.ops import indice_maxpool
 from insum_nn.layers.voxel.sparse_tensor import sparse_add
 
 __all__ = [
@@ -35,26 +36,18 @@ def indice_conv(
     indice_pairs: Tensor,
     indice_pair_num: Tensor,
     num_activate_out: int,
-    algo: object = None,
-    timer: object = None,
-    bias: Tensor | None = None,
-    act_alpha: float = 0.0,
-    act_beta: float = 0.0,
-    act_type: object = Activation.None_,
+    *rest: Any,
+    **named: Any,
 ) -> Tensor:
-    """Convolve over lists of pairs; see `ops.indice_conv`."""
-    pairs = (indice_pairs, indice_pair_num, num_activate_out)
-    return table_ops.indice_conv(
-        features, filters, *pairs, bias=bias, act_alpha=act_alpha, act_beta=act_beta, act_type=act_type
-    )
+    """Convolve over lists of pairs: `ops.indice_conv` without its arguments `inverse` and `subm`."""
+    tables = (indice_pairs, indice_pair_num, num_activate_out, False, False)
+    return ops.indice_conv(features, filters, *tables, *rest, **named)
 
 
 # A submanifold table is complete.
 indice_subm_conv = indice_conv
 
 
-# It has the signature of `indice_conv`.
-@functools.wraps(indice_conv, assigned=())
 def indice_inverse_conv(features: Tensor, filters: Tensor, indice_pairs: Tensor, *rest: Any, **named: Any) -> Tensor:
     """`indice_conv`, with its arguments, from a table's outputs back to its inputs: there are `num_activate_out`."""
     return indice_conv(features, filters, indice_pairs.flip(0), *rest, **named)
@@ -72,29 +65,23 @@ def implicit_gemm(
     num_activate_out: int,
     masks: list[Any],
     is_train: bool,
-    is_subm: bool,
-    timer: object = None,
-    fp32_accum: bool | None = None,
-    bias: Tensor | None = None,
-    act_alpha: float = 0.0,
-    act_beta: float = 0.0,
-    act_type: object = Activation.None_,
+    *rest: Any,
+    **named: Any,
 ) -> Tensor:
-    """Convolve over a table of neighbours; see `ops.implicit_gemm`. Of the tables only `pair_fwd` is read."""
-    tables = (pair_fwd, pair_mask_fwd_splits, mask_argsort_fwd_splits, num_activate_out, masks, False, is_subm)
-    rest = (timer, fp32_accum, bias, act_alpha, act_beta, act_type)
-    return table_ops.implicit_gemm(features, filters, *tables, *rest)[0]
+    """Convolve over a table of neighbours: the result of `ops.implicit_gemm`. Of the tables `pair_fwd` is read."""
+    tables = (pair_fwd, pair_mask_fwd_splits, mask_argsort_fwd_splits, num_activate_out, masks, False)
+    return ops.implicit_gemm(features, filters, *tables, *rest, **named)[0]
 
 
 def indice_maxpool_implicit_gemm(
     features: Tensor, indice_pairs_fwd: Tensor, indice_pairs_bwd: Tensor, num_activate_out: int
 ) -> Tensor:
     """Return the largest feature among each output's neighbours, at least 0; see `ops.indice_maxpool`."""
-    return table_ops.indice_maxpool_implicit_gemm(features, indice_pairs_fwd, num_activate_out)
+    return ops.indice_maxpool_implicit_gemm(features, indice_pairs_fwd, num_activate_out)
 
 
 def indice_avgpool_implicit_gemm(
     features: Tensor, indice_pairs_fwd: Tensor, indice_pairs_bwd: Tensor, num_activate_out: int, calc_count: bool
 ) -> Tensor:
     """Return the mean feature of the neighbours of each output; `calc_count` is not read."""
-    return table_ops.indice_avgpool_implicit_gemm(features, indice_pairs_fwd, num_activate_out, False)[0]
+    return ops.indice_avgpool_implicit_gemm(features, indice_pairs_fwd, num_activate_out, False)[0]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from insum_nn.dtypes import INDEX_DTYPES
-from insum_nn.errors import InsumDtypeError, InsumShapeError
+from insum_nn.errors import InsumShapeError
 from insum_nn.faults import Faults
 
 __all__ = ["HashTable"]
@@ -63,14 +63,11 @@ class HashTable:
         values = self.query(keys)[0] if values is None else values
         every, order = torch.cat([self._keys, keys.to(self.device)]).sort(stable=True)
         # The last of equal keys, which the sort keeps in their order.
-        last = torch.ones_like(every, dtype=torch.bool)
-        last[:-1] = every[1:] != every[:-1]
-        known = every[last]
+        known, counts = every.unique_consecutive(return_counts=True)
+        last = counts.cumsum(0) - 1
         if not self.is_cpu and known.shape[0] > self.max_size:
-            message = f"is {self.max_size}, and there are {known.shape[0]} keys"
-            faults = Faults("HashTable.insert")
-            faults.add(InsumShapeError, "max_size", message, fix="make the table with a larger max_size.")
-            faults.raise_all()
+            message = f"HashTable.insert: 'max_size' is {self.max_size}, and there are {known.shape[0]} keys"
+            raise InsumShapeError(message, fix="make the table with a larger max_size.")
         self._values = torch.cat([self._values, values.to(self.device, self.value_dtype)])[order[last]]
         self._keys = known
 
@@ -121,9 +118,7 @@ class HashTable:
 
     def _check(self, method: str, keys: Tensor, values: Tensor | None) -> None:
         faults = Faults(f"HashTable.{method}")
-        if keys.dtype != self.key_dtype:
-            message, fix = f"must be {self.key_dtype}, got {keys.dtype}", f"pass keys.to({self.key_dtype})."
-            faults.add(InsumDtypeError, "keys", message, fix=fix, expected_got=(self.key_dtype, keys.dtype))
+        faults.dtype_among("keys", keys.dtype, (self.key_dtype,), fix=f"pass keys.to({self.key_dtype}).")
         known, fix = ["expected one axis, and a value for each key"], "pass flat tensors of one length."
         faults.shape("keys", keys, ("n",), details=known, fix=fix)
         if values is not None:

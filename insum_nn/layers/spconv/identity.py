@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
 __all__ = ["Identity"]
 
 
-class Identity(nn.Module):
+class Identity(nn.Identity):
     """The identity."""
-
-    def forward(self, input: Any) -> Any:
-        """Return the input."""
-        return input
 
     def input_spatial_size(self, out_size: Sequence[int]) -> Sequence[int]:
         """Return the input's spatial size, which is the output's."""

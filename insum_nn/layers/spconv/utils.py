@@ -164,14 +164,13 @@ class PointToVoxel(OfDimension):
         """Return the kept points of each voxel, and how many they are, from the voxel's number of each point."""
         most = self.max_num_points_per_voxel
         number, order = number.sort(stable=True)
-        members = torch.zeros(voxels, dtype=torch.int64, device=pc.device)
         # Numbers ascend, so a point's place in its voxel is its distance from the first of that number.
         slot = torch.arange(number.shape[0], device=pc.device) - torch.searchsorted(number, number)
         kept = ((number < voxels) & (slot < most)).nonzero().squeeze(1)
-        members.index_add_(0, number[kept], torch.ones_like(kept))
         filled = pc.new_zeros(voxels * most, self.num_point_features)
         filled[number[kept] * most + slot[kept]] = pc[points[order[kept]]]
-        return filled.view(voxels, most, self.num_point_features), members
+        members = torch.bincount(number, minlength=voxels)[:voxels]
+        return filled.view(voxels, most, self.num_point_features), members.clamp(max=most)
 
     def _check(self, pc: Tensor) -> None:
         faults = Faults("PointToVoxel")
@@ -196,10 +195,25 @@ class _Shared(Tensor):
 
 
 class _Point2Voxel(PointToVoxel):
-    """What the classes of fixed dimensions share: what they take for points."""
+    """The classes of fixed dimensions: points on any device, or NumPy's or cumm's, to voxels; see `PointToVoxel`.
 
-    def _voxels(self, points: object, empty_mean: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return voxels of a tensor, an array, or one of cumm's tensors."""
+    `spconv.utils` has two kinds, of which each has some of the methods: `Point2VoxelCPU` and `Point2VoxelGPU`.
+    """
+
+    def point_to_voxel_hash(
+        self, points: object, clear_voxels: bool = True, empty_mean: bool = False, stream_int: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return points by voxel, voxel coordinates and numbers of points.
+
+        Args:
+            points: (n, num_point_features) float32: a tensor, a NumPy array, or what has `cpu().numpy()`.
+            clear_voxels: not read: results are new tensors.
+            empty_mean: places without a point hold the mean of the voxel's points, in place of zeros.
+            stream_int: not read.
+
+        Returns:
+            Tensors that also answer to `numpy_view()`.
+        """
         if not isinstance(points, Tensor):
             array: Any = points if isinstance(points, np.ndarray) else cast(Any, points).cpu().numpy()
             points = torch.from_numpy(array)
@@ -208,46 +222,24 @@ class _Point2Voxel(PointToVoxel):
         voxels, indices, counts = (part.as_subclass(_Shared) for part in self(points, True, empty_mean))
         return voxels, indices, counts
 
-
-class _Point2VoxelCPU(_Point2Voxel):
-    """`spconv.utils.Point2VoxelCPU`: NumPy arrays, torch's or cumm's tensors to voxels; see `PointToVoxel`."""
-
     def point_to_voxel(self, points: object, clear_voxels: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Return points by voxel, voxel coordinates and numbers of points; places without a point are zero.
-
-        Args:
-            points: (n, num_point_features) float32: a tensor, a NumPy array, or what has `cpu().numpy()`.
-            clear_voxels: not read: results are new tensors.
-
-        Returns:
-            Tensors that also answer to `numpy_view()`.
-        """
-        return self._voxels(points, empty_mean=False)
+        """Return the same; places without a point are zero."""
+        return self.point_to_voxel_hash(points)
 
     def point_to_voxel_empty_mean(self, points: object, clear_voxels: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same, with the mean of the voxel's points in places without one."""
-        return self._voxels(points, empty_mean=True)
+        return self.point_to_voxel_hash(points, empty_mean=True)
 
 
-class _Point2VoxelGPU(_Point2Voxel):
-    """`spconv.utils.Point2VoxelGPU`: points on a GPU, or wherever they are, to voxels there; see `PointToVoxel`."""
-
-    def point_to_voxel_hash(
-        self, points: object, clear_voxels: bool = True, empty_mean: bool = False, stream_int: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return points by voxel, voxel coordinates and point counts; `clear_voxels` and `stream_int` are not read."""
-        return self._voxels(points, empty_mean)
-
-
-class Point2VoxelCPU1d(_Point2VoxelCPU, ndim=1):
+class Point2VoxelCPU1d(_Point2Voxel, ndim=1):
     """Points in 1 dimension to voxels."""
 
 
-class Point2VoxelCPU2d(_Point2VoxelCPU, ndim=2):
+class Point2VoxelCPU2d(_Point2Voxel, ndim=2):
     """Points in 2 dimensions to voxels."""
 
 
-class Point2VoxelCPU3d(_Point2VoxelCPU, ndim=3):
+class Point2VoxelCPU3d(_Point2Voxel, ndim=3):
     """Points in 3 dimensions to voxels.
 
     >>> grid = Point2VoxelCPU3d([1.0] * 3, [0.0] * 3 + [4.0] * 3, 3, max_num_voxels=8, max_num_points_per_voxel=2)
@@ -257,23 +249,23 @@ class Point2VoxelCPU3d(_Point2VoxelCPU, ndim=3):
     """
 
 
-class Point2VoxelCPU4d(_Point2VoxelCPU, ndim=4):
+class Point2VoxelCPU4d(_Point2Voxel, ndim=4):
     """Points in 4 dimensions to voxels."""
 
 
-class Point2VoxelGPU1d(_Point2VoxelGPU, ndim=1):
+class Point2VoxelGPU1d(_Point2Voxel, ndim=1):
     """Points in 1 dimension to voxels, on their device."""
 
 
-class Point2VoxelGPU2d(_Point2VoxelGPU, ndim=2):
+class Point2VoxelGPU2d(_Point2Voxel, ndim=2):
     """Points in 2 dimensions to voxels, on their device."""
 
 
-class Point2VoxelGPU3d(_Point2VoxelGPU, ndim=3):
+class Point2VoxelGPU3d(_Point2Voxel, ndim=3):
     """Points in 3 dimensions to voxels, on their device."""
 
 
-class Point2VoxelGPU4d(_Point2VoxelGPU, ndim=4):
+class Point2VoxelGPU4d(_Point2Voxel, ndim=4):
     """Points in 4 dimensions to voxels, on their device."""
 
 
@@ -291,7 +283,6 @@ def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor
     >>> gather_features_by_pc_voxel_id(torch.tensor([5.0, 6.0]), torch.tensor([1, -1, 0, 1]), -1).tolist()
     [6.0, -1.0, 5.0, 6.0]
     """
-    owner = pc_voxel_id.to(seg_res_features.device).long()
-    found = seg_res_features.new_full((owner.shape[0], *seg_res_features.shape[1:]), invalid_value)
-    points = (owner >= 0).nonzero().squeeze(1)
-    return found.index_copy(0, points, seg_res_features[owner[points]])
+    # The last row is that of no voxel, -1.
+    last = seg_res_features.new_full((1, *seg_res_features.shape[1:]), invalid_value)
+    return torch.cat([seg_res_features, last])[pc_voxel_id.to(last.device).long()]

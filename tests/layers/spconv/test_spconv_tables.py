@@ -152,7 +152,6 @@ def test_both_tables_convolve_and_pool_alike(case, device):
         torch.testing.assert_close(got, torch.autograd.grad(pooled, features, upstream, retain_graph=True)[0])
     mean, number = ops.indice_avgpool_implicit_gemm(features, tables[2], len(out), True)
     assert number.tolist() == (tables[2] >= 0).sum(0).tolist()
-    torch.testing.assert_close(mean, ops.indice_avgpool(features, pairs, counts, len(out)))
     used = (pairs >= 0).all(0)
     total = torch.zeros_like(most).index_add(0, pairs[1][used].long(), features[pairs[0][used].long()])
     torch.testing.assert_close(mean * number[:, None], total.detach().where(number[:, None] > 0, 0))
@@ -337,7 +336,7 @@ class TestHashTable:
             small.insert(torch.tensor([1, 2], dtype=torch.int32))
         assert small.items()[2].item() == 0
         table = HashTable(cpu, torch.int32, torch.int32)
-        with pytest.raises(InsumDtypeError, match=r"'keys' must be torch.int32, got torch.int64"):
+        with pytest.raises(InsumDtypeError, match=r"'keys' must be int32, got torch.int64"):
             table.query(torch.tensor([1]))
         with pytest.raises(InsumShapeError, match="expected one axis"):
             table.insert(torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
