@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ import insum_nn
 from insum_nn import Options, Program
 from insum_nn.compiler.ir.build import Names
 from insum_nn.compiler.kernels.generated import Generated
+from insum_nn.compiler.lang.bind import bind
+from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.dispatch import Spec, prepare
+from insum_nn.compiler.schedule.choose_unrolling import Unrolling, choose_unrolling
 from insum_nn.compiler.schedule.form import Form
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import StaticTable
@@ -424,3 +428,37 @@ def test_a_part_of_an_axis_is_not_taken_for_the_whole(weight: str, rows: int):
     used = {name: t for name, t in tensors.items() if name != "L" or "L" in weight}
     check(f"O[z,k,u] += CG[k] * X[z,u] * W[z,{weight}]", used, static)
     check(f"O[k,u] += CG[k] * X[z,u] * W[z,{weight}]", used, static)
+
+
+def unrolled(text: str, **tables: list[object]) -> Unrolling:
+    """What becomes of two indices p and k, of 2 and 3 values, that address tables."""
+    known = {name: torch.tensor(values) for name, values in tables.items()}
+    bound = bind(parse(text), {**known, "T": torch.randn(5, 9)}, None)
+    fixed = replace(bound, static=(("k", 3), ("p", 2)))
+    return choose_unrolling(fixed, {name: StaticTable.of(values) for name, values in known.items()})
+
+
+def test_a_step_has_no_missing_entries():
+    text = "O[z,X[Y[k]+1]] += T[z,k]"
+    assert unrolled(text, X=[0, 1, 2, 3], Y=[0, 1, 2]).steps == {"k"}
+    # The first entry is missing, though the place after it is that of a number.
+    without = unrolled(text, X=[0, 1, 2, 3], Y=[-1, 0, 1])
+    assert not without.steps
+    assert without.places == ({"k": 1}, {"k": 2})
+
+
+@pytest.mark.parametrize(
+    ("entries", "distinct"),
+    [
+        ([[0, 1, 2], [3, 4, 5]], True),
+        ([[0, 1, 2], [0, 1, 2]], True),
+        ([[0, 1, 2], [2, 3, 4]], False),
+        # From one start in other steps.
+        ([[0, 1, 2], [0, 2, 4]], False),
+    ],
+)
+def test_steps_that_share_cells_of_other_terms(entries: list[object], distinct: bool):
+    found = unrolled("O[z,X[p,k]] += V[p] * T[z,k]", X=entries, V=[1.0, 2.0])
+    assert found.steps == {"k"}
+    output = parse("O[z,X[p,k]] += V[p] * T[z,k]").output
+    assert found.distinct(output, [1]) == distinct
