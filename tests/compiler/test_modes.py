@@ -707,7 +707,10 @@ def test_a_pickled_program_runs():
 def test_a_pickled_sum_of_programs_runs():
     total = pickle.loads(pickle.dumps(insum_nn.compile("s += a[i] * a[i]").grad("a")))
     a = draw(3)
-    torch.testing.assert_close(total(a=a, ds=torch.tensor(1.0, dtype=torch.float64)), 2 * a)
+    one = torch.tensor(1.0, dtype=torch.float64)
+    compiled = torch.compile(lambda a: total(a=a, ds=one, out_shape=a.shape), fullgraph=True, backend="aot_eager")
+    for function in (compiled, lambda a: total(a=a, ds=one), lambda a: total(a=a, ds=one, out_shape=[3])):
+        torch.testing.assert_close(function(a), 2 * a)
 
 
 def test_module_with_a_program_deep_copies_and_pickles():

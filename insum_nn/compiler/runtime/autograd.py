@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.derivative import directional, fresh_name
@@ -260,7 +261,9 @@ def apply(
         plain: the caller knows that the tensors are plain ones, and none is lazily negated.
     """
     traced = is_traced(*tensors, initial)
-    inlined = traced and inlines(spec, (*tensors, initial))
+    # The operator has a rule for batches, and not all that would be written in its place.
+    in_batch = traced and any(t is not None and is_batchedtensor(t) for t in (*tensors, initial))
+    inlined = traced and not in_batch and inlines(spec, (*tensors, initial))
     if not plain and not inlined:
         # `z.conj().imag` is a view of `z` and a bit that torch's operators obey; kernels read memory as it is.
         tensors = [t.resolve_neg() for t in tensors]

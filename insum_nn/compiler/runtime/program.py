@@ -521,8 +521,8 @@ class StatementsProgram:
             The tensor of the last statement, or the tuple of those that `return` names. In float16 and bfloat16
             programs everything is computed in float32, and what is returned is rounded.
         """
-        given: Any = out_shape
-        if isinstance(given, tuple | list) and len(self._returned) == 1:
+        given = cast(Any, out_shape)
+        if type(given) in (tuple, list, torch.Size) and len(self._returned) == 1:
             given = {self._returned[0]: given}
         if sizes is not None or given is not None or tensors is not None:
             check_kinds(sizes=sizes, shapes=given, tensors=tensors)
