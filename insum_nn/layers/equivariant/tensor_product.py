@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -301,6 +301,10 @@ class FullyConnectedTensorProduct(o3.FullyConnectedTensorProduct, TensorProduct)
     Takes the place of `e3nn.o3.FullyConnectedTensorProduct`; arguments as there, and of `TensorProduct`.
     """
 
+    if TYPE_CHECKING:
+
+        def __init__(self, irreps_in1: Irreps, irreps_in2: Irreps, irreps_out: Irreps, **kwargs: Any) -> None: ...
+
 
 class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
     """The product of each copy of one input with the copy of the other that stands at its place.
@@ -310,6 +314,10 @@ class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
     Takes the place of `e3nn.o3.ElementwiseTensorProduct`; arguments as there, and of `TensorProduct`.
     """
 
+    if TYPE_CHECKING:
+
+        def __init__(self, irreps_in1: Irreps, irreps_in2: Irreps, *rest: Any, **kwargs: Any) -> None: ...
+
 
 class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
     """The product of each copy of one input with each of the other, without weights.
@@ -318,6 +326,10 @@ class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
 
     Takes the place of `e3nn.o3.FullTensorProduct`; arguments as there, and of `TensorProduct`.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, irreps_in1: Irreps, irreps_in2: Irreps, *rest: Any, **kwargs: Any) -> None: ...
 
 
 class _Square(o3.TensorProduct):
@@ -334,6 +346,10 @@ class TensorSquare(o3.TensorSquare, TensorProduct):
 
     Takes the place of `e3nn.o3.TensorSquare`; arguments as there, and of `TensorProduct`.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, irreps_in: Irreps, *rest: Any, **kwargs: Any) -> None: ...
 
     def _peer(self) -> Any:
         return _Square
