@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.dtypes import FLOATS
-from insum_nn.errors import InsumShapeError, raise_collected
+from insum_nn.errors import InsumShapeError
 from insum_nn.faults import Faults
 from insum_nn.ops.statements import under_autocast
 from insum_nn.ops.tensor_product_checks import check_kinds
 
-__all__ = [
-    "InputError",
-    "check_inputs",
-    "check_weights",
-    "fits_plainly",
-]
+__all__ = ["InputError", "batch_of", "check_inputs", "check_weights", "fits_plainly"]
 
 
 class InputError(InsumShapeError, AssertionError, RuntimeError):
@@ -29,29 +23,28 @@ class InputError(InsumShapeError, AssertionError, RuntimeError):
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def fits_plainly(x: Tensor, y: Tensor, weight: object, dims: tuple[int, int, int], *, shared: bool) -> bool:
+def fits_plainly(product: Any, x: Tensor, y: Tensor, weight: object) -> bool:
     """Return whether inputs need no further checks: matrices of one dtype on one device, and no active mode.
 
     Args:
+        product: a tensor product of ours.
         x: wanted (any, in1).
         y: wanted (any, in2).
-        weight: wanted (numel,) if shared, else (any, numel).
-        dims: in1, in2, numel.
-        shared: all samples share the weights.
+        weight: wanted (numel,) if all samples share the weights, else (any, numel).
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if type(x) not in _PLAIN or type(y) not in _PLAIN or not isinstance(weight, Tensor) or type(weight) not in _PLAIN:
         return False
-    dtype, device = x.dtype, x.device
+    dtype, device, numel = x.dtype, x.device, product.weight_numel
     return (
         x.dim() == y.dim() == 2
-        and weight.dim() == (1 if shared else 2)
-        and (x.shape[1], y.shape[1], weight.shape[-1]) == dims
+        and weight.dim() == (1 if product.shared_weights else 2)
+        and (x.shape[1], y.shape[1], weight.shape[-1]) == (product._in1_dim, product._in2_dim, numel)
         and y.dtype == dtype
         and y.device == device
         and dtype in FLOATS
-        and (dims[2] == 0 or (weight.dtype == dtype and weight.device == device))
+        and (numel == 0 or (weight.dtype == dtype and weight.device == device))
         and not torch._C._is_any_autocast_enabled()
     )
 
@@ -73,52 +66,38 @@ def check_inputs(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> None:
             )
     factors = {"x": x, "y": y} | ({"weight": weight} if weight.numel() else {})
     check_kinds(found, factors, cast=under_autocast(x.device))
-    faults = found.found
-    shapes = [x.shape[:-1], y.shape[:-1]] + ([] if module.shared_weights else [weight.shape[:-1]])
-    # While tracing, reading extents would fix them; torch raises for shapes that do not broadcast.
-    free = torch.compiler.is_compiling() or any(isinstance(extent, torch.SymInt) for s in shapes for extent in s)
-    if not faults and not free and not _do_broadcast(shapes):
-        names = "x, y" if module.shared_weights else "x, y and weight"
-        faults.append(
-            InputError(
-                f"the batch dimensions of {names} do not broadcast",
-                details=["got " + ", ".join(str(tuple(s)) for s in shapes)],
-                fix="give them equal batch dimensions, or 1.",
-                got=shapes,
-            )
-        )
-    raise_collected(faults)
+    found.raise_all()
+
+
+def batch_of(module: Any, x: Tensor, y: Tensor, weight: Tensor) -> list[int]:
+    """Return the batch dimensions of a call of a tensor product."""
+    tensors = (x, y) if module.shared_weights else (x, y, weight)
+    try:
+        return list(torch.broadcast_tensors(*(tensor[..., :1] for tensor in tensors))[0].shape[:-1])
+    except RuntimeError as error:
+        heads = [tuple(tensor.shape[:-1]) for tensor in tensors]
+        raise InputError(
+            f"the batch dimensions of {'x, y' if module.shared_weights else 'x, y and weight'} do not broadcast",
+            details=[f"got {', '.join(map(str, heads))}"],
+            fix="give them equal batch dimensions, or 1.",
+            got=heads,
+        ) from error
 
 
 def check_weights(module: Any, weight: Tensor | None) -> Tensor | None:
     """Check the weights that were passed to a tensor product; `None`: those that it holds."""
+    numel, shared = module.weight_numel, module.shared_weights
     if weight is None:
-        if module.weight_numel > 0 and not module.internal_weights:
-            raise InputError(
-                "the weights are missing",
-                details=[
-                    f"expected a tensor of {module.weight_numel} weights{'' if module.shared_weights else ' a sample'}"
-                ],
-                fix="pass weight=, or build the module with internal_weights=True.",
-                expected=module.weight_numel,
-            )
-        return None
-    wanted = f"({module.weight_numel},)" if module.shared_weights else f"(..., {module.weight_numel})"
-    fits = weight.dim() == 1 if module.shared_weights else weight.dim() > 1
-    if not fits or weight.shape[-1] != module.weight_numel:
+        fits = module.internal_weights or numel == 0
+    else:
+        fits = (weight.dim() == 1 if shared else weight.dim() > 1) and weight.shape[-1] == numel
+    if not fits:
+        wanted, got = f"({numel},)" if shared else f"(..., {numel})", None if weight is None else tuple(weight.shape)
         raise InputError(
-            "the weight has a wrong shape",
-            details=[f"expected {wanted}, shared_weights={module.shared_weights}; got {tuple(weight.shape)}"],
-            fix="pass weights of this shape; `weight_numel` is their number.",
+            "the weights are missing" if weight is None else "the weight has a wrong shape",
+            details=[f"expected {wanted}, shared_weights={shared}; got {got}"],
+            fix="pass weights of this shape, `weight_numel` in number, or build the module with internal_weights=True.",
             expected=wanted,
-            got=tuple(weight.shape),
+            got=got,
         )
     return weight
-
-
-def _do_broadcast(shapes: Sequence[torch.Size]) -> bool:
-    try:
-        torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        return False
-    return True

@@ -38,7 +38,9 @@ def add_constants(module: Any, state: dict[str, Any], prefix: str) -> None:
     mask = module.output_mask
     if not hasattr(module, "_constants"):
         parts = ((_LEFT_RIGHT, module._did_compile_left_right), (_RIGHT, module._did_compile_right))
-        module._constants = [name for part, compiled in parts if compiled for name in _names(module, part)]
+        codes = {part: _code(module, part) for part, compiled in parts if compiled}
+        buffers = {part: code.named_buffers() for part, code in codes.items() if code is not None}
+        module._constants = [part + name for part, named in buffers.items() for name, _ in named]
     for name in module._constants:
         numbers = [int(number) for number in name.split("_") if number.isdigit()]
         if "w3j" in name:
@@ -46,12 +48,6 @@ def add_constants(module: Any, state: dict[str, Any], prefix: str) -> None:
         else:
             value = torch.triu_indices(numbers[0], numbers[0], 1, device=mask.device)
         state[prefix + name] = value
-
-
-def _names(module: Any, part: str) -> list[str]:
-    """Return the names of the constants that a part of e3nn's generated code reads, in its order."""
-    code = _code(module, part)
-    return [] if code is None else [part + name for name, _ in code.named_buffers()]
 
 
 def _code(module: Any, part: str) -> Any:

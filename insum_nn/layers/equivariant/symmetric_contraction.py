@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from insum_nn.compiler.api import Program, compile_built, statement_calls
+from insum_nn.compiler.api import Program, compile_built
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumError, import_extra
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
+from insum_nn.layers.equivariant.adoption import ProductLayer
 from insum_nn.layers.equivariant.checks import InputError
-from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.ops.statements import run
 
 __all__ = ["SymmetricContraction"]
@@ -38,7 +38,7 @@ class _Contractions(nn.ModuleList):
         )
 
 
-class SymmetricContraction(StatementLayer, nn.Module):
+class SymmetricContraction(ProductLayer, nn.Module):
     """Products of the features of a node with themselves, coupled to representations: MACE's `SymmetricContraction`.
 
         W[z,p,c] += R[p,q] * U[z,q,c]
@@ -72,6 +72,9 @@ class SymmetricContraction(StatementLayer, nn.Module):
     >>> layer(torch.randn(5, 8, 4), torch.eye(2)[[0, 1, 1, 0, 1]]).shape  # doctest: +SKIP
     torch.Size([5, 8])
     """
+
+    # TorchScript compiles properties unless told otherwise.
+    __jit_unused_properties__ = ["options"]  # noqa: RUF012
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
         super().__init__()
@@ -133,15 +136,7 @@ class SymmetricContraction(StatementLayer, nn.Module):
         self._names = [name for name in named if name != "R"]
         self.options = self._options
 
-    @property
-    @torch.jit.unused
-    def options(self) -> Options:
-        """Compile options."""
-        return self._options
-
-    @options.setter
-    def options(self, options: Options) -> None:
-        self._options = require_options(options)
+    def _write_statements(self) -> None:
         # Torch's own switch asks for the second.
         kinds = self._options, replace(self._options, deterministic=True)
         text = self._statements()[1]
@@ -153,6 +148,9 @@ class SymmetricContraction(StatementLayer, nn.Module):
     def _tables(self) -> dict[str, Tensor]:
         return {name: self.get_buffer(f"_{name}") for name in self._names}
 
+    def _elsewhere(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
     def _statements(self) -> tuple[str, str]:
         features = " * ".join(f"A[n,{name}[t],c]" for name in self._names if name in _FACTORS)
         return _WEIGHTS, f"Y[n,M[t],c] += V[t] * {features} * W[Z[n],P[t],c]"
@@ -161,9 +159,9 @@ class SymmetricContraction(StatementLayer, nn.Module):
         terms = len(self.get_buffer("_V"))
         return self._shown(f"SymmetricContraction({self.irreps_in} -> {self.irreps_out} | {terms} terms)")
 
-    def explain(self, x: Tensor, y: Tensor, **how: Any) -> Any:
-        """Explain how the contraction runs on inputs of `forward`, timed with `measure=`: an `Explanation`."""
-        return statement_calls(lambda: self(x, y))[-1].explain(**how)
+    def explain(self, *inputs: Any, statement: int = 1, measure: bool = False) -> Any:
+        """Explain how the contraction runs on inputs of `forward`, or the sum of its weights (`statement=0`)."""
+        return super().explain(*inputs, statement=statement, measure=measure)
 
     # Evaluation.
 

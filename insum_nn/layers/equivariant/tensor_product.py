@@ -11,8 +11,9 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.faults import check_choice
 from insum_nn.layers.equivariant.adoption import WeightedLayer, adopt, o3
-from insum_nn.layers.equivariant.checks import InputError, check_inputs, check_weights, fits_plainly
+from insum_nn.layers.equivariant.checks import InputError, batch_of, check_inputs, check_weights, fits_plainly
 from insum_nn.layers.equivariant.constants import add_constants, did_compile_right, drop_constants, generate_code
+from insum_nn.layers.extents import arguments_of
 from insum_nn.ops.statements import to_autocast
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product, tensor_product_right
 from insum_nn.structure.clebsch_gordan import nonzeros
@@ -102,7 +103,10 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         *,
         options: Options = DEFAULT,
     ) -> None:
-        in1, in2, out = (o3.Irreps(part) for part in (irreps_in1, irreps_in2, irreps_out))
+        given = arguments_of(locals())
+        del given["options"]
+        names = ("irreps_in1", "irreps_in2", "irreps_out")
+        given |= {name: o3.Irreps(given[name]) for name in names}
         # Checked before e3nn's constructor, whose assertions have no text.
         for_irreps, for_paths = normalization or irrep_normalization or "component", path_normalization or "element"
         check_choice("irrep_normalization", for_irreps, ("component", "norm", "none"), InputError)
@@ -113,26 +117,11 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
                 details=["a parameter cannot depend on the sample"],
                 fix="pass the weights to forward, or share them.",
             )
-        paths, weights = make_paths(entries_of(in1), entries_of(in2), entries_of(out), instructions)
-        peer = _WithoutCode(
-            in1,
-            in2,
-            out,
-            [(*path[:5], weight) for path, weight in zip(paths, weights, strict=True)],
-            in1_var,
-            in2_var,
-            out_var,
-            irrep_normalization,
-            path_normalization,
-            internal_weights,
-            shared_weights,
-            compile_left_right=False,
-            normalization=normalization,
-            _specialized_code=_specialized_code,
-            _optimize_einsums=_optimize_einsums,
-        )
+        in1, in2, out = (entries_of(given[name]) for name in names)
+        paths, weights = make_paths(in1, in2, out, instructions)
+        given["instructions"] = [(*path[:5], weight) for path, weight in zip(paths, weights, strict=True)]
         torch.nn.Module.__init__(self)
-        self.__dict__.update(vars(peer))
+        self.__dict__.update(vars(_WithoutCode(**given | {"compile_left_right": False, "compile_right": False})))
         if not isinstance(self.weight, torch.nn.Parameter):
             # On the default device, which e3nn's own is not.
             self.weight = torch.tensor([])
@@ -246,22 +235,12 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
 
     def _is_plain(self, x: Tensor, y: Tensor, weight: Tensor | None) -> bool:
         """Return whether inputs need no checks, casts or broadcasting."""
-        if weight is None:
-            if self.weight_numel > 0 and not self.internal_weights:
-                return False
-            weight = self.weight
-        dims = (self._in1_dim, self._in2_dim, self.weight_numel)
-        if not fits_plainly(x, y, weight, dims, shared=self.shared_weights) or x.shape[0] != y.shape[0]:
+        # Without weights of its own it has an empty tensor, which fits no call that needs some.
+        weight = self.weight if weight is None else weight
+        if not fits_plainly(self, x, y, weight) or x.shape[0] != y.shape[0]:
             return False
         # One weight for a whole batch is a shared one.
         return self.shared_weights or (weight.shape[0] == x.shape[0] != 1)
-
-    def _batch(self, x: Tensor, y: Tensor, weight: Tensor) -> list[int]:
-        """Return the batch dimensions of a call."""
-        head = torch.broadcast_tensors(x[..., :1], y[..., :1])[0]
-        if not self.shared_weights:
-            head = torch.broadcast_tensors(head, weight[..., :1])[0]
-        return list(head.shape[:-1])
 
     def _flat(self, tensor: Tensor, batch: list[int]) -> Tensor:
         """Return a tensor as a matrix, a row for each sample of the batch."""
@@ -282,7 +261,7 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         if self._is_plain(x, y, weight):
             return checked_product(self._text, x, y, self.weight if weight is None else weight)
         x, y, w = self._prepared(x, y, self._get_weights(weight))
-        batch = self._batch(x, y, w)
+        batch = batch_of(self, x, y, w)
         x, y, text = self._flat(x, batch), self._flat(y, batch), self._text
         if not self.shared_weights:
             if w.numel() == self.weight_numel:
@@ -304,7 +283,7 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
             (..., irreps_in1.dim, irreps_out.dim), for `torch.einsum("...i,...ik->...k", x, right)`.
         """
         _, y, w = self._prepared(y.new_zeros(self._in1_dim), y, self._get_weights(weight))
-        batch = self._batch(y, y, w)
+        batch = batch_of(self, y, y, w)
         y = self._flat(y, batch)
         if not self.shared_weights:
             w = self._flat(w, batch)
@@ -337,9 +316,7 @@ class ElementwiseTensorProduct(o3.ElementwiseTensorProduct, TensorProduct):
 
     if TYPE_CHECKING:
 
-        def __init__(
-            self, irreps_in1: Irreps, irreps_in2: Irreps, filter_ir_out: Any = None, **kwargs: Any
-        ) -> None: ...
+        def __init__(self, irreps_in1: Irreps, irreps_in2: Irreps, *rest: Any, **kwargs: Any) -> None: ...
 
 
 class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
@@ -352,9 +329,7 @@ class FullTensorProduct(o3.FullTensorProduct, TensorProduct):
 
     if TYPE_CHECKING:
 
-        def __init__(
-            self, irreps_in1: Irreps, irreps_in2: Irreps, filter_ir_out: Any = None, **kwargs: Any
-        ) -> None: ...
+        def __init__(self, irreps_in1: Irreps, irreps_in2: Irreps, *rest: Any, **kwargs: Any) -> None: ...
 
 
 class _Square(o3.TensorProduct):
@@ -374,9 +349,7 @@ class TensorSquare(o3.TensorSquare, TensorProduct):
 
     if TYPE_CHECKING:
 
-        def __init__(
-            self, irreps_in: Irreps, irreps_out: Irreps = None, filter_ir_out: Any = None, **kwargs: Any
-        ) -> None: ...
+        def __init__(self, irreps_in: Irreps, *rest: Any, **kwargs: Any) -> None: ...
 
     def _peer(self) -> Any:
         return _Square

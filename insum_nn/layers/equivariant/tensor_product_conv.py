@@ -88,19 +88,20 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
                 details=["fp16 and bf16 are summed in float32; other types in their own"],
                 fix="leave kahan out, or convolve in float64.",
             )
-        if irreps_in2 is None and irreps_out is None and instructions is None:
+        rest = {"irreps_in2": irreps_in2, "irreps_out": irreps_out, "instructions": instructions}
+        missing = [name for name, value in rest.items() if value is None]
+        if len(missing) == len(rest):
             self.tensor_product = _from_problem(irreps_in1)
             layout = layout or getattr(irreps_in1, "layout", None)
-        elif irreps_in2 is None or irreps_out is None or instructions is None:
-            rest = {"irreps_in2": irreps_in2, "irreps_out": irreps_out, "instructions": instructions}
+        elif missing:
             raise InputError(
-                f"TensorProductConv: {' and '.join(name for name, value in rest.items() if value is None)} is missing",
+                f"TensorProductConv: {' and '.join(missing)} is missing",
                 details=["expected irreps_in1, irreps_in2, irreps_out and instructions, or one problem alone"],
                 fix='pass the rest, such as instructions=[(0, 0, 0, "uvu", True)], or one problem alone.',
             )
         else:
             kwargs.setdefault("shared_weights", bool(kwargs.get("internal_weights")))
-            self.tensor_product = TensorProduct(irreps_in1, irreps_in2, irreps_out, instructions, **kwargs)
+            self.tensor_product = TensorProduct(irreps_in1, **rest, **kwargs)
         self.layout: str = layout or "mul_ir"
         self.options = replace(require_options(options), deterministic=True) if deterministic else options
 
@@ -218,19 +219,14 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
     def _is_plain(self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor) -> bool:
         """Return whether inputs need no checks, casts or broadcasting."""
         product = self.tensor_product
-        dims = (product._in1_dim, product._in2_dim, product.weight_numel)
-        if not fits_plainly(X, Y, weight, dims, shared=product.shared_weights):
+        if not fits_plainly(product, X, Y, weight):
             return False
         edges = Y.shape[0]
-        return (
-            (product.shared_weights or weight.shape[0] == edges)
-            and type(rows) is type(cols) is Tensor
-            and rows.dim() == cols.dim() == 1
-            and rows.shape[0] == cols.shape[0] == edges
-            and rows.dtype in INDEX_DTYPES
-            and cols.dtype in INDEX_DTYPES
-            and rows.device == cols.device == X.device
-        )
+        for end in (rows, cols):
+            if type(end) is not Tensor or end.shape != (edges,) or end.dtype not in INDEX_DTYPES:
+                return False
+        one_device = rows.device == cols.device == X.device
+        return one_device and (product.shared_weights or weight.shape[0] == edges)
 
     def _check(
         self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor, sender_perm: Tensor | None

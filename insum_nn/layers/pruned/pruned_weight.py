@@ -157,7 +157,8 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         faults = Faults(caller := type(self).__name__)
         faults.dtype_among("mask", mask.dtype, (torch.bool,), fix="pass mask != 0.")
         if mask.is_meta:
-            message, fix = "is on the meta device, where tensors have no values", "make it elsewhere, such as on 'cpu'."
+            message = "is on the meta device, where tensors have no values"
+            fix = "make the mask on another device, such as 'cpu'."
             faults.add(InsumDeviceError, "mask", message, fix=fix)
         faults.raise_all()
         found = mask if tuple(mask.shape) == self.grid_shape else self._grid_mask(mask)

@@ -92,6 +92,15 @@ def test_fresh_outputs_spread_as_a_dense_layer_s():
 # From and to dense layers.
 
 
+def test_blocks_at_the_edges_hold_zeros_beyond_the_shape():
+    layer = BlockSparseLinear(13, 7, block_shape=(2, 4), density=0.7)
+    rows, columns = torch.arange(2)[:, None], torch.arange(4)
+    for position, block in zip(layer.position.tolist(), layer.weight, strict=True):
+        row, column = divmod(position, 4)
+        inside = (2 * row + rows < 7) & (4 * column + columns < 13)
+        assert torch.equal(block != 0, inside)
+
+
 def test_from_linear_keeps_the_heaviest_blocks():
     dense = nn.Linear(70, 45, dtype=torch.float64)
     layer = BlockSparseLinear.from_linear(dense, density=0.4, block_shape=(16, 32))
