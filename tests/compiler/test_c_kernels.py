@@ -380,11 +380,13 @@ def _endings() -> Iterator[Case]:
             (torch.bfloat16, Epilogue("silu", "float16")),
             (torch.float64, Epilogue(None, "bfloat16")),
             (torch.float16, Epilogue()),
+            (torch.float32, Epilogue()),
         ):
             given = in_dtype(tensors, dtype)
             for initial in (None, numbers(*shape).to(dtype), numbers(*shape[1:]).to(dtype).expand(shape)):
                 sizes = {"j": 19} if "j+3" in text else {}
-                yield case_of(statement, given, initial=initial, out_shape=shape, sizes=sizes, epilogue=epilogue)
+                options: dict[str, Any] = {"out_shape": shape, "sizes": sizes, "fixed": "ij" if "T[e]" in text else ""}
+                yield case_of(statement, given, initial=initial, epilogue=epilogue, **options)
 
 
 def test_initial_values_activations_and_casts(tmp_path: Path):
