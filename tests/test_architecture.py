@@ -154,6 +154,7 @@ LIBRARY_CALLS = (
 ).split()
 # file of ops/ or layers/ -> why it calls one of these or writes `a @ b` all the same.
 CALLS_A_LIBRARY: dict[str, str] = {
+    "insum_nn/layers/graph/weighted.py": "the first layers of networks, which are torch's linear ones",
     "insum_nn/layers/equivariant/tensor_product_conv.py": "what TorchScript compiles, for processes without Python",
     "insum_nn/layers/equivariant/radial.py": "dense products of a network, between the statements of its activations",
     "insum_nn/layers/pruned/block_sparse_linear.py": "the dense product, where it is faster",

@@ -115,7 +115,7 @@ class Case:
             index, rows = printed.structure
             memory["begin"], memory["order"] = sorted_entries(self.memory[index], extent(rows, self.sizes))
         for copy in printed.copies:
-            memory[copy.name] = memory[copy.source].transpose(copy.axis, -1).contiguous()
+            memory[copy.copy.name] = memory[copy.source.name].transpose(copy.swapped, -1).contiguous()
         out = torch.zeros(self.shape, dtype=self.out_dtype)
         if not printed.filled:
             # What no kernel may leave.

@@ -104,11 +104,11 @@ def _statements() -> Iterator[Given[str]]:
         {"X": n(6, 5), "W": n(4, 5, 8), "D": entries(7, 29), "S": entries(6, 29), "T": entries(4, 29)},
         {"out_shape": (7, None), "fixed": "co"},
     )
-    # Of whose gradient each matrix has many terms.
+    # Of whose gradient each matrix has many terms, walked in parts; that of X reads a copy of each matrix.
     yield (
         "wide relations",
         "Y[D[e],o] += X[S[e],c] * W[T[e],c,o]",
-        {"X": n(6, 16), "W": n(2, 16, 32), "D": entries(7, 11), "S": entries(6, 11), "T": entries(2, 11)},
+        {"X": n(6, 16), "W": n(2, 16, 32), "D": entries(7, 150), "S": entries(6, 150), "T": entries(2, 150)},
         {"out_shape": (7, None), "fixed": "co"},
     )
     yield (
@@ -367,8 +367,9 @@ def _endings() -> Iterator[Case]:
         "Y += X[i,j]": {"X": x},
         "Y[R[p],n] max= V[p] * X[K[p],n]": {"V": v, "X": x, "R": row, "K": col},
         "Y[K[p],R[p]] min= V[p]": {"V": v, "R": row, "K": col},
+        "Y[T[e],i,j] += A[e,i] * B[e,j]": {"A": numbers(150, 16), "B": numbers(150, 8), "T": entries(2, 150)},
     }
-    shapes = [(5, 19), (5, 19), (6, 5), (4, 4), (6, 19), (), (5, 19), (6, 5)]
+    shapes = [(5, 19), (5, 19), (6, 5), (4, 4), (6, 19), (), (5, 19), (6, 5), (2, 16, 8)]
     for (text, tensors), shape in zip(texts.items(), shapes, strict=True):
         statement = parse(text.replace("R[p] + 0*n", "R[Z[p]] + 1 - 1") if "0*n" in text else text)
         if "0*n" in text:
@@ -379,11 +380,13 @@ def _endings() -> Iterator[Case]:
             (torch.bfloat16, Epilogue("silu", "float16")),
             (torch.float64, Epilogue(None, "bfloat16")),
             (torch.float16, Epilogue()),
+            (torch.float32, Epilogue()),
         ):
             given = in_dtype(tensors, dtype)
             for initial in (None, numbers(*shape).to(dtype), numbers(*shape[1:]).to(dtype).expand(shape)):
                 sizes = {"j": 19} if "j+3" in text else {}
-                yield case_of(statement, given, initial=initial, out_shape=shape, sizes=sizes, epilogue=epilogue)
+                options: dict[str, Any] = {"out_shape": shape, "sizes": sizes, "fixed": "ij" if "T[e]" in text else ""}
+                yield case_of(statement, given, initial=initial, epilogue=epilogue, **options)
 
 
 def test_initial_values_activations_and_casts(tmp_path: Path):

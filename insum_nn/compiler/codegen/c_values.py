@@ -86,7 +86,14 @@ class Values:
         # Sums of several points meet in memory; of numbers that are rounded or changed there, in memory of their own.
         self.scattered = not self.cells.once
         plain = self.mode == "add" and self.result.activation is None and self.out.dtype == self.dtype
-        self.apart_sums = self.scattered and not (plain and not dtype_of(self.dtype).is_widened)
+        plain = plain and not dtype_of(self.dtype).is_widened
+        self.apart_sums = self.scattered and not plain
+        # Blocks of cells that walk the same entries take some of these at a time, of which what they read is then near.
+        sums, blocks = self.place.sums, rows is not None and extent_of(rows) != self.place.schedule.m
+        walks = bool(sums) and sums[0].index is ENTRY and lanes is not None and not self.reduces
+        self.copied = [each for each in lowered.copies if each.row is not None]
+        self.some: tuple[str, str] | None = None
+        self.in_parts = blocks and walks and plain and not self.scattered
         self.common = [c for c in conjuncts(self.stores[0].where)]
         self.common = [c for c in self.common if all(c in conjuncts(s.where) for s in self.stores)]
         # What changes from scope to scope: names of values, conditions that hold, flags of rows.

@@ -8,28 +8,13 @@ from dataclasses import dataclass
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Loop, Size, Store
 from insum_nn.compiler.ir.schedule import Schedule
 
-__all__ = ["ROOM", "Lowered", "Padded", "Placement", "Reach", "Transposed", "Wide", "WrittenCells", "highest"]
+__all__ = ["ROOM", "Copied", "Lowered", "Placement", "Reach", "Wide", "WrittenCells", "highest"]
 
 # Cells by which a copy may be longer than twice its operand.
 ROOM = 32
 
 # From where to where a subscript runs.
 Reach = tuple[Expr, Expr]
-
-
-@dataclass(frozen=True, slots=True)
-class Transposed:
-    """A copy of an operand with its last axis in the place of another one.
-
-    Attributes:
-        name: of the copy.
-        source: the operand.
-        axis: the other axis.
-    """
-
-    name: str
-    source: str
-    axis: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +56,22 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
-    """A copy of an operand with zeros around it.
+class Copied:
+    """A copy of an operand with zeros around it, or with its last axis in the place of another one.
 
     Attributes:
         copy: the copy; its subscripts are those of the operand, and may be negative.
         source: the operand.
         reached: by axis that has zeros, from where to where it is read.
         swapped: the axis in whose place the last one is; `None`: all are in order.
+        row: the axis of which it holds one place, that of a row whose entries are walked; `None`: it holds all.
     """
 
     copy: Buffer
     source: Buffer
     reached: Mapping[int, Sequence[Reach]]
     swapped: int | None = None
+    row: int | None = None
 
 
 def highest(buffer: Buffer) -> Size:
@@ -106,7 +93,7 @@ class Wide:
 
     kernel: Kernel
     place: Placement
-    padded: tuple[Padded, ...]
+    padded: tuple[Copied, ...]
     finite: tuple[Buffer, ...]
     loops: tuple[Loop, ...]
 
@@ -120,7 +107,7 @@ class Lowered:
         cells: what it writes.
         place: where its loops go.
         structure: the index tensor whose entries are walked by their values, and the number of values.
-        copies: operands of which it reads a transposed copy.
+        copies: transposed copies of operands that it reads.
         wide: the same without conditions, where operands with zeros around them make it so.
     """
 
@@ -128,5 +115,5 @@ class Lowered:
     cells: WrittenCells
     place: Placement
     structure: tuple[str, Expr] | None
-    copies: tuple[Transposed, ...]
+    copies: tuple[Copied, ...]
     wide: Wide | None = None

@@ -350,10 +350,10 @@ class _Printed:
             letters = dict(zip(bound.layout.indices, own, strict=True))
             out = where[OUTPUT] = f"out{part.output}"
             for copy in kernel.copies:
-                source, name = where[copy.source], f"{where[copy.source]}_{copy.axis}"
-                line = f"{name} = {source}.transpose({copy.axis}, -1).contiguous()"
+                source, name = where[copy.source.name], f"{where[copy.source.name]}_{copy.swapped}"
+                line = f"{name} = {source}.transpose({copy.swapped}, -1).contiguous()"
                 self.lines += [line] if line not in self.lines else []
-                where[copy.name] = name
+                where[copy.copy.name] = name
             known = _Known(
                 letters, shapes[part.output], {name: (where[name], shapes.get(-1 - n)) for name, n in places.items()}
             )
@@ -408,7 +408,7 @@ class _Printed:
 
 def _read(part: Part, kernel: CKernel) -> list[int]:
     """The positions of the tensors of a statement that its kernel reads, or that entries are sorted of."""
-    names = {*kernel.pointers, *([kernel.structure[0]] if kernel.structure else []), *(c.source for c in kernel.copies)}
+    names = {*kernel.pointers, *(kernel.structure or ())[:1], *(copy.source.name for copy in kernel.copies)}
     return [at for at, name in enumerate(part.bound.layout.tensors) if name in names]
 
 

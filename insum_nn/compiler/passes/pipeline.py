@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from insum_nn.compiler.ir.access import indices_in
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.graph import ROW, loops_of, stores_of
 from insum_nn.compiler.ir.lowered import Lowered, Wide
 from insum_nn.compiler.ir.nodes import Buffer, Kernel, Load, Store, replacing
 from insum_nn.compiler.ir.schedule import Schedule
@@ -79,7 +79,8 @@ def lower(kernel: Kernel, made: Collection[str] = (), vector_bytes: int = 32) ->
     stores = stores_of(kernel)
     if grouped := group_entries(kernel):
         walk_, read, count = grouped
-        kernel, structure, entries = _verified(walk_.kernel), (read.buffer.name, count), walk_.entries
+        kernel, rows = transpose_operands(_verified(walk_.kernel), row=ROW)
+        structure, entries, copies = (read.buffer.name, count), walk_.entries, (*copies, *rows)
     elif not cells.once and (found := _owned_rows(stores)) is not None:
         axis, read = found
         structure = read.buffer.name, stores[0].buffer.shape[axis]

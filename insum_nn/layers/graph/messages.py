@@ -164,7 +164,7 @@ class MessageLayer(PeerLayer, pyg.MessagePassing):
             return [name]
         inner = outer.aggr if type(outer) is pyg.aggr.DegreeScalerAggregation else outer
         several = inner.aggrs if type(inner) is pyg.aggr.MultiAggregation and inner.mode == "cat" else [inner]
-        partial = any(getattr(part, "semi_grad", False) for part in outer.modules())
+        partial = any([getattr(getattr(each, "var_aggr", each), "semi_grad", False) for each in several])
         known = not partial and {*_SCALERS} >= {*getattr(outer, "scaler", ())}
         return [_NAMES.get(type(each), "") for each in several] if known else [""]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any, cast
 
@@ -22,8 +22,6 @@ _RELATIONS = NamedFacts({**FACTS, "R": FACTS["I"]})
 # Its `forward` passes all relations to `propagate` at once.
 _PEER = pyg.conv.FastRGCNConv
 _TYPES = NamedFacts(T=FACTS["I"])
-# First layers of networks, of one and of several towers.
-_FIRST = {"f": "Y[n,f] += X[n,c] * W[f,c]", "t,f": "Y[n,t,f] += X[n,t,c] * W[t,f,c]"}
 _BASES = "W[r,c,f] += C[r,b] * V[b,c,f]"
 
 
@@ -153,7 +151,7 @@ class _OfBothEnds(Convolution):
 
     def _statements(self) -> tuple[str, ...]:
         made = [f"{self._message} = {self._sums}"] if self._message != self._sums else []
-        return _FIRST[self._columns], *made, *super()._statements()
+        return *made, *super()._statements()
 
     def _networks(self) -> Iterable[nn.Module]:
         return [self.nn]  # type: ignore[list-item]
@@ -163,21 +161,22 @@ class _OfBothEnds(Convolution):
         linear = all([type(each) in (nn.Linear, pyg.Linear) and not has_hooks(each) for each in firsts])
         return not linear or super()._asks(edge_index, x)
 
-    def _made(self, ends: Ends, features: dict[str, tuple[Any, Tensor]]) -> Message:
+    def _made(self, ends: Ends, features: dict[str, tuple[Any, Sequence[Tensor]]]) -> Message:
         """Return the message of networks whose first layers multiply features of both ends, and those of edges."""
         networks, message, sums = [_layers(network) for network in self._networks()], self._message, self._sums
-        first = _FIRST[self._columns]
-        values = {k: run(first, {}, promoted({"X": x, "W": w}), self.options, None) for k, (x, w) in features.items()}
-        biases = [first.bias for first, *_ in networks if first.bias is not None]
-        if biases:
-            # Of one dtype under autocast too, as a layer's.
-            values["A"] = values["A"] + torch.stack(biases).view(values["A"].shape[1:]).to(values["A"].dtype)
+        towers = self._columns != "f"
+        values: dict[str, Tensor] = {}
+        for name, (x, weights) in features.items():
+            biases = [first.bias if name == "A" else None for first, *_ in networks]
+            parts = zip(x.unbind(1) if towers else [x], weights, biases, strict=True)
+            each = [nn.functional.linear(*part) for part in parts]
+            values[name] = torch.stack(each, 1) if towers else each[0]
         if message == sums:
             return message, values
         made = run(f"{message} = {sums}", FACTS, {**promoted(values), **ends.entries}, self.options, None)
-        parts = zip(made.unbind(1) if made.dim() > 2 else [made], networks, strict=True)
+        parts = zip(made.unbind(1) if towers else [made], networks, strict=True)
         each = [reduce(lambda h, layer: layer(h), rest, part) for part, (_, *rest) in parts]
-        return message, {"H": torch.stack(each, 1) if made.dim() > 2 else each[0]}
+        return message, {"H": torch.stack(each, 1) if towers else each[0]}
 
 
 class EdgeConv(_OfBothEnds, pyg.conv.EdgeConv):  # type: ignore[misc]
@@ -204,7 +203,7 @@ class EdgeConv(_OfBothEnds, pyg.conv.EdgeConv):  # type: ignore[misc]
 
     def _of_edges(self, ends: Ends) -> Message:  # type: ignore[override]
         centre, other = _layers(self.nn)[0].weight.chunk(2, 1)
-        return self._made(ends, {"A": (ends.own, centre - other), "B": (ends.sent, other)})
+        return self._made(ends, {"A": (ends.own, [centre - other]), "B": (ends.sent, [other])})
 
 
 class PNAConv(_OfBothEnds, pyg.conv.PNAConv):  # type: ignore[misc]
@@ -235,9 +234,9 @@ class PNAConv(_OfBothEnds, pyg.conv.PNAConv):  # type: ignore[misc]
         return self.pre_nns
 
     def _of_edges(self, ends: Ends, edge_attr: Tensor | None = None) -> Message:  # type: ignore[override]
-        weights = torch.stack([_layers(network)[0].weight for network in self.pre_nns]).split(self.F_in, 2)
+        weights = [_layers(network)[0].weight.split(self.F_in, 1) for network in self.pre_nns]
         edges = () if edge_attr is None else (self.edge_encoder(edge_attr).unsqueeze(1).expand(-1, self.towers, -1),)
-        features = zip((ends.sent, ends.sent, *edges), weights, strict=True)
+        features = zip((ends.sent, ends.sent, *edges), zip(*weights, strict=True), strict=True)
         return self._made(ends, dict(zip("ABF", features, strict=False)))
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from insum_nn.compiler.ir.access import indices_in
 from insum_nn.compiler.ir.graph import ROW, extent_of, factors_of, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Expr, Index, Kernel, Load, Store, walk
+from insum_nn.compiler.passes.cpu.transpose_operands import swapped_axis
 from insum_nn.compiler.passes.gather_writes import nested
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 
@@ -52,6 +53,7 @@ def group_entries(kernel: Kernel) -> tuple[RowWalk, Load, Expr] | None:
 
 def _selected(kernel: Kernel, store: Store) -> tuple[Load, Expr] | None:
     loops = loops_of(kernel)
+    by_index = {loop.index: loop for loop in loops}
     sums: dict[Expr, int | None] = {loop.index: extent_of(loop) for loop in loops if loop.role == "sum"}
     looked_up = indices_in(
         *(s for node in walk(store) if isinstance(node, Load | Store) for s in node.subscripts if isinstance(s, Load))
@@ -60,11 +62,14 @@ def _selected(kernel: Kernel, store: Store) -> tuple[Load, Expr] | None:
     factors = [f for f in factors_of(store.value) if isinstance(f, Load) and len(f.subscripts) > 2]
     for factor in sorted(factors, key=lambda each: each.subscripts[-1] in sums):
         *_, last = factor.subscripts
-        # A matrix whose rows are summed is shared by lanes that are added up at the end: of short rows that costs more.
-        if sums.get(last) is not None or sums.keys().isdisjoint(factor.subscripts) or not dense <= indices_in(factor):
+        if sums.keys().isdisjoint(factor.subscripts) or not dense <= indices_in(factor):
             continue
         for subscript, extent in zip(factor.subscripts, factor.buffer.shape, strict=True):
             if plain_entry(subscript) and subscript not in store.subscripts:
                 assert isinstance(subscript, Load)
-                return subscript, extent
+                # A matrix whose rows are summed is shared by lanes that are added up at the end: of short rows that
+                # costs more, unless a copy of it is read.
+                copied = swapped_axis(factor, store.subscripts[-1:], by_index, subscript) is not None
+                if sums.get(last) is None or copied:
+                    return subscript, extent
     return None

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from insum_nn.compiler.ir.access import affine_terms, indices_in, is_index, is_sum
 from insum_nn.compiler.ir.graph import ENTRY, around, extent_of, factors_of, loops_of, stores_of
-from insum_nn.compiler.ir.lowered import ROOM, Padded, Reach, highest
+from insum_nn.compiler.ir.lowered import ROOM, Copied, Reach, highest
 from insum_nn.compiler.ir.nodes import (
     Buffer,
     Cast,
@@ -43,7 +43,7 @@ from insum_nn.compiler.passes.cpu.transpose_operands import swap
 __all__ = ["pad_operands"]
 
 
-def pad_operands(kernel: Kernel, lanes: Loop | None) -> tuple[Kernel, tuple[Padded, ...], tuple[Buffer, ...]]:
+def pad_operands(kernel: Kernel, lanes: Loop | None) -> tuple[Kernel, tuple[Copied, ...], tuple[Buffer, ...]]:
     """Return a kernel that reads copies, these, and what has to be finite then; no copies if none helps.
 
     Args:
@@ -78,7 +78,7 @@ def pad_operands(kernel: Kernel, lanes: Loop | None) -> tuple[Kernel, tuple[Padd
     body = around(loops.values(), tuple(moved))
     inputs = (*kernel.inputs, *copies.values())
     made = tuple(
-        Padded(copies[b], b, {a: tuple(each) for a, each in axes.items()}, swapped.get(b))
+        Copied(copies[b], b, {a: tuple(each) for a, each in axes.items()}, swapped.get(b))
         for b, axes in reached.items()
     )
     return Kernel(inputs, kernel.results, body, kernel.exact), made, tuple(finite)
