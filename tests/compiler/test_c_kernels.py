@@ -367,9 +367,9 @@ def _endings() -> Iterator[Case]:
         "Y += X[i,j]": {"X": x},
         "Y[R[p],n] max= V[p] * X[K[p],n]": {"V": v, "X": x, "R": row, "K": col},
         "Y[K[p],R[p]] min= V[p]": {"V": v, "R": row, "K": col},
-        "Y[T[e],i,j] += A[e,i] * B[e,j]": {"A": numbers(150, 16), "B": numbers(150, 8), "T": entries(2, 150)},
+        "Y[T[e],i,j] += A[e,i] * B[e,j]": {"A": numbers(150, 16), "B": numbers(150, 32), "T": entries(2, 150)},
     }
-    shapes = [(5, 19), (5, 19), (6, 5), (4, 4), (6, 19), (), (5, 19), (6, 5), (2, 16, 8)]
+    shapes = [(5, 19), (5, 19), (6, 5), (4, 4), (6, 19), (), (5, 19), (6, 5), (2, 16, 32)]
     for (text, tensors), shape in zip(texts.items(), shapes, strict=True):
         statement = parse(text.replace("R[p] + 0*n", "R[Z[p]] + 1 - 1") if "0*n" in text else text)
         if "0*n" in text:
