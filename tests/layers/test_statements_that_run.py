@@ -36,6 +36,8 @@ STATEMENTS = (
 CHILDREN = dict.fromkeys(("GCNConv", "GCNConv, narrowing", "GCNConv, no weights"), "lin")
 # Those with several, of products with biases.
 SEVERAL = ("SAGEConv", "SAGEConv, maxima", "GraphConv", "TAGConv", "NNConv", "PNAConv", "RGCNConv", "FastRGCNConv")
+# And networks: a user's own, and e3nn's, with the statements of activations between products of matrices.
+SEVERAL += ("EdgeConv", "FullyConnectedNet")
 
 # Those that normalise edges: sums of weights, before their statements.
 NORMALISES = {name: {"index_add"} for name in ("APPNP", "LGConv", "TAGConv")}

@@ -18,8 +18,11 @@ from insum_nn.ops.statements import in_a_graph, run
 __all__ = ["FullyConnectedNet", "RadialBasis", "RadialEmbedding", "activated", "activation"]
 
 # Activations that statements have, by what e3nn's modules hold.
-_ACTIVATIONS: dict[Any, str] = {getattr(nn.functional, name): name for name in ("silu", "relu", "gelu", "softplus")}
-_ACTIVATIONS |= {torch.tanh: "tanh", torch.sigmoid: "sigmoid", torch.relu: "relu", torch.sin: "sin", torch.abs: "abs"}
+_ACTIVATIONS: dict[Any, str] = {
+    getattr(home, name): name
+    for home, names in ((nn.functional, "silu relu gelu softplus"), (torch, "tanh sigmoid relu sin abs"))
+    for name in names.split()
+}
 
 
 def activated(values: Tensor, text: str, options: Options = DEFAULT) -> Tensor:
@@ -85,7 +88,7 @@ class FullyConnectedNet(E3nnLayer, e3nn_nn.FullyConnectedNet):
             return
         for act, layer, after in zip(acts, layers, [*layers[1:], None], strict=True):
             if act is not None:
-                rest = _scale(after, after.var_out) if plain and after is layers[-1] else 1.0
+                rest = _scale(after, after.var_out) if after is not None and after.act is None else 1.0
                 outer = float(layer.act.cst) * layer.var_out**0.5 * rest
                 self._texts.append(activation(act, _scale(layer), outer))
 
@@ -187,6 +190,11 @@ class RadialEmbedding(StatementLayer, nn.Module):
     `insum_nn.swap` makes one of a block, whose modules, buffers and keys it keeps. In graphs that torch records, and in
     TorchScript, MACE's own code runs.
     """
+
+    bessel_fn: Any
+    cutoff_fn: Any
+    options: Options
+    _peer: Any
 
     @classmethod
     def from_mace(cls, module: Any, *, options: Options = DEFAULT) -> RadialEmbedding:

@@ -210,7 +210,8 @@ class TestRadialBasis(LayerCase):
     def inputs(self, n: int) -> Inputs:
         return (real(0, n).abs() + 0.3,)
 
-    def oracle(self, layer: Any, r: Tensor) -> Tensor:
+    def oracle(self, layer: Any, *inputs: Tensor) -> Tensor:
+        (r,) = inputs
         x = r / 2.5
         envelope = (1 - 21 * x**5 + 35 * x**6 - 15 * x**7) * (x < 1)
         return math.sqrt(2 / 2.5) * torch.sin(layer.frequencies * r[:, None]) * (envelope / r)[:, None]
