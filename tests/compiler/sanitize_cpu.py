@@ -71,7 +71,7 @@ class _Asked:
     def __init__(self) -> None:
         self.functions: list[CFunction] = []
 
-    def add(self, task: Any) -> None:
+    def submit(self, task: Any) -> None:
         if isinstance(task, CFunction):
             self.functions.append(task)
         else:

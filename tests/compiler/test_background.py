@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +21,10 @@ from torch import Tensor, nn
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.api import keep_inner
-from insum_nn.compiler.kernels import ahead, background, launch, machine_code, workers
+from insum_nn.compiler.kernels import ahead, background, launch, machine_code
 from insum_nn.compiler.kernels.background import Background
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.stored_code import find_code
-from insum_nn.compiler.kernels.workers import Queue
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES
@@ -48,9 +46,9 @@ def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Back
         pool.close()
 
 
-def pool_of(pools: list[Background], most: int) -> Background:
+def pool_of(pools: list[Background], workers: int) -> Background:
     """A pool of a process that has compiled two kernels."""
-    pool = Background(most)
+    pool = Background(workers)
     pools.append(pool)
     for name in ("missed", "missed too"):
         pool.missed(code(name, KERNEL), later=False)
@@ -127,13 +125,16 @@ def test_a_process_that_ends_leaves_its_kernel_to_the_step(pools: list[Backgroun
     rest = numbered(1)
     pool.submit([*rest, ends])
     begin = time.monotonic()
-    wait_until(lambda: ends not in pool._waiting)
+    wait_until(lambda: not pool._threads)
     pool.take(ends)
+    pool.take(rest[0])
     assert time.monotonic() - begin < 20
-    assert is_missing(ends)
+    assert is_missing(rest[0])
     # The next kernel has a process again.
+    more = numbered(2)[1]
+    pool.submit([more])
     assert pool.settle(60.0)
-    assert not is_missing(rest[0])
+    assert not is_missing(more)
 
 
 def test_a_killed_process_is_not_waited_for(pools: list[Background]):
@@ -151,7 +152,7 @@ def test_a_killed_process_is_not_waited_for(pools: list[Background]):
 
 
 def test_a_stalled_process_is_waited_for_some_time(pools: list[Background], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "_LONGEST", 0.2)
+    monkeypatch.setattr(background, "_LONGEST", 0.2)
     stalled, other = pool_of(pools, 1), pool_of(pools, 1)
     slow = code("background_stalled", f"import time\ntime.sleep(300)\n{KERNEL}")
     stalled.submit([slow])
@@ -171,30 +172,11 @@ def test_a_stalled_process_is_waited_for_some_time(pools: list[Background], monk
 
 
 def test_idle_processes_end(pools: list[Background], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "_IDLE", 0.1)
+    monkeypatch.setattr(background, "_IDLE", 0.1)
     pool = pool_of(pools, 2)
     pool.submit(numbered(2))
     wait_until(lambda: not pool._threads)
     assert not pool._workers
-
-
-def test_no_job_is_lost_to_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "_IDLE", 0.0)
-    first, late = threading.Event(), threading.Event()
-
-    class Ending(Queue[threading.Event]):
-        def _compile_next(self, compile: Callable[[threading.Event], object]) -> bool:
-            more = super()._compile_next(compile)
-            if not more and not late.is_set():
-                # As another thread may, just before this one ends.
-                self.add(late)
-            return more
-
-    queue = Ending(1, lambda: nullcontext(threading.Event.set))
-    queue.add(first)
-    assert first.wait(10)
-    assert late.wait(10)
-    assert queue.settle(10.0)
 
 
 SCRIPT = """

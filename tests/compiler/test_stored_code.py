@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from insum_nn.compiler.kernels import c_launcher
+from insum_nn.compiler.kernels.ahead import compile_all
 from insum_nn.compiler.kernels.c_launcher import prepare_launcher
 from insum_nn.compiler.kernels.machine_code import KernelCode, compile_code, drop_module, make_module
 from insum_nn.compiler.kernels.stored_code import find_code, remember_code
-from insum_nn.compiler.kernels.workers import compile_all
 from tests.compiler.test_prepare import KERNEL, code
 
 triton: Any = pytest.importorskip("triton")

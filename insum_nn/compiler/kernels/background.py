@@ -13,11 +13,10 @@ import subprocess
 import threading
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakSet
 
-from insum_nn.compiler.kernels.machine_code import KernelCode
-from insum_nn.compiler.kernels.stored_code import is_stored
-from insum_nn.compiler.kernels.workers import Queue, Worker, processors
+from insum_nn.compiler.kernels.ahead import Worker, processors
+from insum_nn.compiler.kernels.machine_code import KernelCode, to_json
+from insum_nn.compiler.kernels.stored_code import is_stored, remember_code
 from insum_nn.locks import new_lock
 
 __all__ = [
@@ -34,6 +33,8 @@ __all__ = [
 
 # Processes at most, and processors from which on there are some.
 _MOST, _FEWEST_PROCESSORS = 12, 3
+# Seconds without work after which a process ends, and for which one kernel is waited for.
+_IDLE, _LONGEST = 10.0, 60.0
 
 
 def default_background_workers() -> int:
@@ -46,7 +47,7 @@ def default_background_workers() -> int:
     return min(own - 1, _MOST) if own >= _FEWEST_PROCESSORS else 0
 
 
-class Background(Queue[KernelCode]):
+class Background:
     """Kernels that other processes compile for the cache on disk.
 
     Args:
@@ -57,17 +58,14 @@ class Background(Queue[KernelCode]):
     """
 
     def __init__(self, most: int) -> None:
-        super().__init__(most, self._new_worker)
+        self.most = most
         self.missing = 0
-        self._workers: WeakSet[Worker] = WeakSet()
         self._known: set[KernelCode] = set()
-
-    def _new_worker(self) -> Worker:
-        # Interrupted or not, the step decides; what a compiler prints, the step's own attempt prints again.
-        worker = Worker(stderr=subprocess.DEVNULL, start_new_session=True)
-        with self._changed:
-            self._workers.add(worker)
-        return worker
+        self._waiting: dict[KernelCode, None] = {}
+        self._running: dict[KernelCode, threading.Event] = {}
+        self._workers: set[Worker] = set()
+        self._threads = 0
+        self._changed = threading.Condition()
 
     def missed(self, code: KernelCode, later: bool) -> None:
         """Note that this process needs a kernel that is not on disk.
@@ -88,27 +86,89 @@ class Background(Queue[KernelCode]):
 
         `alone`: this process goes on without them, so a single one is worth another process too.
         """
-        new = [code for code in codes if code not in self._known and not is_stored(code)]
+        missing = [code for code in codes if code not in self._known and not is_stored(code)]
         with self._changed:
-            self.missing = max(self.missing, int(alone))
-            self.add(*(code for code in new if code not in self._known))
-            self._known.update(new)
+            for code in missing:
+                if code not in self._known:
+                    self._known.add(code)
+                    self._waiting[code] = None
+            self._start(least=1 if alone else 2)
+            self._changed.notify_all()
 
-    def take(self, job: KernelCode) -> None:
+    def take(self, code: KernelCode) -> None:
         """Return when this process may load or compile a kernel: no other compiles it, or the wait was too long."""
-        self._known.add(job)
-        super().take(job)
+        with self._changed:
+            self._known.add(code)
+            self._waiting.pop(code, None)
+            running = self._running.get(code)
+        if running is not None:
+            running.wait(_LONGEST)
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until nothing is compiled any more; `False`: that takes longer."""
+        with self._changed:
+            # If no worker process could be started, queued kernels stay queued, and are not waited for.
+            return self._changed.wait_for(lambda: not self._running and not (self._waiting and self._threads), seconds)
 
     def close(self) -> None:
         """End all processes at once."""
-        super().close()
         with self._changed:
+            self._waiting.clear()
             for worker in self._workers:
                 worker.process.kill()
 
-    def _start(self) -> None:
-        if self.missing + len(self._waiting) + len(self._running) > 1:
-            super()._start()
+    def _start(self, least: int = 2) -> None:
+        if self.missing + len(self._waiting) + len(self._running) < least:
+            return
+        for _ in range(min(self.most, len(self._waiting) + len(self._running)) - self._threads):
+            self._threads += 1
+            # What waits for a process must not keep this one from ending.
+            threading.Thread(target=self._work, name="insum_nn_compile", daemon=True).start()
+
+    def _work(self) -> None:
+        """Have one process compile what waits, until nothing comes any more or the process ends."""
+        worker: Worker | None = None
+        try:
+            # Interrupted or not, the step decides; what a compiler prints, the step's own attempt prints again.
+            worker = Worker(stderr=subprocess.DEVNULL, start_new_session=True)
+            with self._changed:
+                self._workers.add(worker)
+            if worker.ask("") is None:
+                return
+            while (code := self._next()) is not None:
+                try:
+                    answer = worker.ask(to_json(code))
+                    if answer is None:
+                        return
+                    if "hash" in answer:
+                        remember_code(code, answer["hash"])
+                finally:
+                    with self._changed:
+                        self._running.pop(code).set()
+                        self._changed.notify_all()
+        except OSError:
+            # No process, or no pipe: the step compiles its kernels itself.
+            return
+        finally:
+            with self._changed:
+                self._threads -= 1
+                self._changed.notify_all()
+                if worker is not None:
+                    self._workers.discard(worker)
+            if worker is not None:
+                worker.close()
+
+    def _next(self) -> KernelCode | None:
+        with self._changed:
+            if not self._waiting:
+                self._changed.wait_for(lambda: bool(self._waiting), _IDLE)
+            if not self._waiting:
+                return None
+            # All wait for the last to end.
+            code = max(self._waiting, key=lambda each: each.effort)
+            del self._waiting[code]
+            self._running[code] = threading.Event()
+            return code
 
 
 class _Cold(threading.local):

@@ -19,13 +19,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
-from operator import methodcaller
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-from insum_nn.compiler.kernels.workers import Queue, processors
+from insum_nn.compiler.kernels.ahead import processors
 from insum_nn.compiler.tuning.cache_folder import located, write
+from insum_nn.locks import new_lock
 
 __all__ = ["CFunction", "background", "find_compiler", "submit", "vector_bytes"]
 
@@ -110,14 +110,14 @@ class CFunction:
         self.row = struct.Struct(f"{arguments}q").pack
         self.run: Any = None
         self.error, self.alone = "", False
-        self._workers: Queue[Any] | None = None
+        self._workers: _Workers | None = None
         self._compiled = threading.Event()
 
     def request(self) -> None:
         """Have it compiled, unless this process did so before; others run in the meantime."""
         if self._workers is not _workers and not self._compiled.is_set():
             self._workers = _workers
-            _workers.add(self)
+            _workers.submit(self)
 
     def wait(self) -> None:
         """Return when it is compiled, or could not be."""
@@ -176,22 +176,37 @@ class CFunction:
         return True
 
 
-def _new_workers() -> Queue[Any]:
-    return Queue(min(_SEVERAL, processors()), lambda: nullcontext(methodcaller("compile")))
+class _Workers:
+    """Threads that wait for the compiler's processes; a child of a fork begins with none."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._threads, self._lock = 0, new_lock()
+
+    def submit(self, task: Any) -> None:
+        self._queue.put(task)
+        with self._lock:
+            if self._threads < min(_SEVERAL, processors()):
+                self._threads += 1
+                threading.Thread(target=self._work, name="insum_nn_cc", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._queue.get().compile()
 
 
-_workers = _new_workers()
+_workers = _Workers()
 
 
 def submit(task: Any) -> None:
     """Have a worker call the `compile` of something."""
-    _workers.add(task)
+    _workers.submit(task)
 
 
 def _in_child() -> None:
     """Threads do not survive a fork."""
     global _workers
-    _workers = _new_workers()
+    _workers = _Workers()
 
 
 if hasattr(os, "register_at_fork"):

@@ -17,13 +17,14 @@ from insum_nn.compiler.kernels.ahead import (
     UndecidedError,
     collect,
     collecting,
+    compile_all,
+    default_workers,
     rehearsing,
 )
 from insum_nn.compiler.kernels.launch import interpreted
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.row_partition import partition_for
 from insum_nn.compiler.kernels.sized import UnsizedKernel, strides_of
-from insum_nn.compiler.kernels.workers import compile_all, default_workers
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.schedule.device import device_of, fitting, is_measured, without_measuring
