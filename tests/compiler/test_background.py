@@ -25,6 +25,7 @@ from insum_nn.compiler.kernels import ahead, background, launch, machine_code
 from insum_nn.compiler.kernels.background import Background
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.stored_code import find_code
+from insum_nn.compiler.runtime import gradients_ahead, whole_step
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from insum_nn.testing.tolerances import assert_matches
 from tests.compiler.generated_cases import CASES
@@ -342,30 +343,6 @@ def test_the_forward_pass_finds_the_kernels_of_the_backward_pass(
     assert min(found.values()) == 0
 
 
-class Counted(nn.Module):
-    """Runs its layer, and counts how often."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.calls = layer, 0
-
-    def forward(self, *given: Any) -> Tensor:
-        self.calls += 1
-        return self.layer(*given)
-
-
-def test_nothing_runs_a_network_twice(launched: Launched):
-    layer, inputs = product()
-    model, random = Counted(layer), torch.get_rng_state()
-    out = model(*inputs)
-    assert launched.submitted.keys() > launched.compiled.keys()
-    assert model.calls == 1
-    assert torch.equal(random, torch.get_rng_state())
-    out.sum().backward()
-    assert model.calls == 1
-    assert launched.compiled.keys() <= launched.submitted.keys()
-
-
 def test_gradients_of_gradients_are_found_by_the_first_backward_pass(launched: Launched):
     model, inputs = product()
     out = model(*inputs)
@@ -438,9 +415,11 @@ class Missing:
     """Runs a kernel in Triton's interpreter, as one whose machine code is missing at its first launch.
 
     Attributes:
+        rehearse: what happens then, in a recorded call.
         collected: launches that were collected.
     """
 
+    rehearse: Callable[[], None]
     collected: int
 
     def __init__(self, source: Any) -> None:
@@ -455,8 +434,7 @@ class Missing:
                         argument.zero_()
                 return
             if background.cold.call is not None:
-                (find, *given), background.cold.call = background.cold.call, None
-                find(*given)
+                Missing.rehearse()
             self.loaded = True
         self.function[(grid,)](*arguments)
 
@@ -479,10 +457,22 @@ class OneStatement(nn.Module):
         return self.program(tensors={**self.indices, **self.values})
 
 
+def _rehearse_call() -> None:
+    call, background.cold.call = background.cold.call, None
+    assert call is not None
+    gradients_ahead._rehearse_call(*call)
+
+
+def _rehearse_step() -> None:
+    whole_step._rehearse_step(code("missing", KERNEL), True)
+
+
 @pytest.mark.usefixtures("interpreter")
-def test_a_rehearsal_leaves_no_zeros_to_the_call(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("rehearse", [_rehearse_call, _rehearse_step])
+def test_a_rehearsal_leaves_no_zeros_to_the_call(rehearse: Callable[[], None], monkeypatch: pytest.MonkeyPatch):
     """Gradients that run as several statements are rehearsed in the middle of the call that they are of."""
     monkeypatch.setattr(launch, "_Interpret", Missing)
+    monkeypatch.setattr(Missing, "rehearse", rehearse, raising=False)
     monkeypatch.setattr(Missing, "collected", 0, raising=False)
     case = CASES["convolution's weight gradient by pairs"]
     tensors = {n: t.double() if t.is_floating_point() else t for n, t in case.draw(SIZE).items()}
@@ -509,12 +499,12 @@ def test_a_process_that_compiles_nothing_rehearses_nothing(launched: Launched, m
     assert background._background is None
 
 
-def test_without_gradients_nothing_is_rehearsed(launched: Launched):
+def test_without_gradients_only_the_forward_pass_is_rehearsed(launched: Launched):
     model, inputs = graph()
     with torch.no_grad():
         model.eval()(*inputs)
     assert launched.compiled
-    assert not launched.submitted
+    assert launched.submitted.keys() == launched.compiled.keys()
 
 
 def test_what_is_measured_is_left_to_the_step(launched: Launched, monkeypatch: pytest.MonkeyPatch):
@@ -547,7 +537,8 @@ def test_what_is_measured_is_left_to_the_step(launched: Launched, monkeypatch: p
 def test_a_missing_kernel_is_a_matter_of_its_own_thread(launched: Launched, monkeypatch: pytest.MonkeyPatch):
     """While one thread is in a recorded call, another one needs a kernel."""
     rehearsed: list[object] = []
-    monkeypatch.setattr(background.cold, "call", (rehearsed.append, "of this thread"))
+    monkeypatch.setattr(background.rehearsals, "call", rehearsed.append)
+    monkeypatch.setattr(background.cold, "call", ("of this thread",))
 
     def other() -> None:
         with Pretence(), torch.no_grad():

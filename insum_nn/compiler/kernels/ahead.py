@@ -42,6 +42,8 @@ __all__ = [
 
 # Processes at most; of more than this many kernels few networks are made.
 _MOST = 16
+# Launches without a new kernel after which a rehearsal ends: a loop until results are good enough would not end.
+_LONGEST_REPETITION = 2000
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Collection:
 
     Attributes:
         target: what they are compiled for; `None`: the device that they would have run on.
-        found: called with each when it is met first.
+        found: called with each when it is met first; then a long repetition of known ones is an error.
         codes: each once, in the order in which they were met.
         launches: how often any was met.
     """
@@ -59,14 +61,21 @@ class Collection:
     found: Callable[[KernelCode], None] | None = None
     codes: dict[KernelCode, None] = field(default_factory=dict[KernelCode, None])
     launches: int = 0
+    _last_new: int = 0
 
     def add(self, code: KernelCode) -> None:
-        """Note one launch."""
+        """Note one launch.
+
+        Raises:
+            UndecidedError: a rehearsal has met no other kernel for long.
+        """
         self.launches += 1
         if code not in self.codes:
-            self.codes[code] = None
+            self.codes[code], self._last_new = None, self.launches
             if self.found is not None:
                 self.found(code)
+        elif self.found is not None and self.launches - self._last_new > _LONGEST_REPETITION:
+            raise UndecidedError("the same kernels were met again and again")
 
 
 class _OfThread(threading.local):

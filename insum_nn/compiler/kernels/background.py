@@ -11,7 +11,7 @@ import atexit
 import os
 import subprocess
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from insum_nn.compiler.kernels.ahead import Worker, processors
@@ -26,6 +26,7 @@ __all__ = [
     "helped",
     "missed",
     "prepared",
+    "rehearsals",
     "settle",
     "submit",
     "take",
@@ -55,17 +56,23 @@ class Background:
 
     Attributes:
         missing: kernels that this process needed and did not find on disk.
+        of_steps: kernels of whole steps that were rehearsed, and whether with their backward passes.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.missing = 0
+        self.of_steps: dict[KernelCode, bool] = {}
         self._known: set[KernelCode] = set()
         self._waiting: dict[KernelCode, None] = {}
         self._running: dict[KernelCode, threading.Event] = {}
         self._workers: set[Worker] = set()
         self._threads = 0
         self._changed = threading.Condition()
+
+    def rehearsed(self, code: KernelCode, recorded: bool) -> bool:
+        """Whether a rehearsal of a step met a kernel; `recorded`: one that came to the end of its backward pass."""
+        return self.of_steps.get(code, False) if recorded else code in self.of_steps
 
     def missed(self, code: KernelCode, later: bool) -> None:
         """Note that this process needs a kernel that is not on disk.
@@ -176,15 +183,29 @@ class _Cold(threading.local):
 
     Attributes:
         due: it needed a kernel that was not there, so what its gradients need is not there either.
-        call: of the recorded call that runs now, a function that finds its kernels and those of its gradients and
-            submits them, with what it is given.
+        call: the function of the recorded call that runs now, its context, and its arguments.
     """
 
     due = False
     call: tuple[Any, ...] | None = None
 
 
+class _Rehearsals:
+    """How kernels are found ahead; set by the files that know.
+
+    Attributes:
+        call: finds the kernels of a recorded call and of its gradients, and submits them.
+        step: finds and submits the kernels of the step that runs now, of which one is missing, and returns them and
+            whether those of its backward pass are among them; its second argument tells whether a recorded call needs
+            that one.
+    """
+
+    call: Callable[..., None] | None = None
+    step: Callable[[KernelCode, bool], tuple[Iterable[KernelCode], bool]] | None = None
+
+
 cold = _Cold()
+rehearsals = _Rehearsals()
 _background: Background | None = None
 _lock = new_lock()
 
@@ -194,12 +215,18 @@ def missed(code: KernelCode) -> None:
     begun = _begun()
     aided = begun.most > 0
     call = cold.call if aided else None
-    begun.missed(code, later=call is not None)
-    cold.due = aided
-    if call is not None:
+    rehearsed = begun.rehearsed(code, call is not None)
+    begun.missed(code, later=call is not None and not rehearsed)
+    if aided and not rehearsed and rehearsals.step is not None:
+        found, whole = rehearsals.step(code, call is not None)
+        begun.of_steps.update({each: whole or begun.rehearsed(each, True) for each in found})
+        rehearsed = begun.rehearsed(code, call is not None)
+    if rehearsed:
+        return
+    cold.due = begun.most > 0
+    if call is not None and rehearsals.call is not None:
         cold.call = None
-        find, *given = call
-        find(*given)
+        rehearsals.call(*call)
 
 
 def _begun() -> Background:

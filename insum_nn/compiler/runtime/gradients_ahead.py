@@ -23,11 +23,11 @@ from torch import Tensor
 
 from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import Collection, UndecidedError, collect, collecting
-from insum_nn.compiler.kernels.background import cold
+from insum_nn.compiler.kernels.background import cold, rehearsals
 from insum_nn.compiler.runtime.modes import is_plain_eager
 from insum_nn.compiler.runtime.watch import watched
 
-__all__ = ["Rehearsed", "rehearsal", "rehearse_call", "rehearse_gradients"]
+__all__ = ["Rehearsed", "rehearsal", "rehearse_gradients"]
 
 _log = logging.getLogger("insum_nn.prepare")
 # Factors that record gradients, from which on gradients of gradients are expected.
@@ -98,7 +98,7 @@ def rehearse_gradients(function: Any, ctx: Any, *results: Tensor) -> None:
         _run_backward(function, ctx, results, first and sum(ctx.needs_input_grad[function.first_operand :]) >= _FACTORS)
 
 
-def rehearse_call(function: Any, ctx: Any, *arguments: Any) -> None:
+def _rehearse_call(function: Any, ctx: Any, *arguments: Any) -> None:
     """Find the kernels of a recorded call and of its gradients, while its first kernel is compiled."""
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     if not _may_rehearse(tensors):
@@ -110,6 +110,9 @@ def rehearse_call(function: Any, ctx: Any, *arguments: Any) -> None:
         results = made if isinstance(made, tuple) else (made,)
     if results:
         rehearse_gradients(function, own, *results)
+
+
+rehearsals.call = _rehearse_call
 
 
 def _may_rehearse(tensors: Sequence[Tensor]) -> bool:

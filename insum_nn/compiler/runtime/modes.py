@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "may_be_empty",
+    "outer_autocast",
     "plain_apply",
     "product_dtype",
     "records_graph",
@@ -257,12 +259,29 @@ class _Suspended:
 
     def __enter__(self) -> None:
         torch.set_autocast_enabled(self.device, False)
+        _suspended.set((*_suspended.get(), self.device))
 
     def __exit__(self, *_: object) -> None:
+        _suspended.set(_suspended.get()[:-1])
         torch.set_autocast_enabled(self.device, True)
 
 
 _SUSPENDED = {device: _Suspended(device) for device in _DEVICES}
+
+
+# For which kinds of device autocast is suspended.
+_suspended: ContextVar[tuple[str, ...]] = ContextVar("suspended", default=())
+
+
+@contextmanager
+def outer_autocast(device: str) -> Generator[None]:
+    """Restore autocast as it is for the caller of a layer."""
+    inside = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, inside or device in _suspended.get())
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, inside)
 
 
 _NOTHING = nullcontext()

@@ -10,7 +10,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.batched_gradients import each_vector
-from insum_nn.compiler.runtime.gradients_ahead import rehearse_call, rehearse_gradients
+from insum_nn.compiler.runtime.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.modes import plain_apply
 
 __all__ = ["Recorded", "record"]
@@ -30,7 +30,7 @@ class Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, initial: Tensor | None, *tensors: Any) -> Any:
         ctx.call = call
-        cold.call = rehearse_call, Recorded, ctx, call, initial, *tensors
+        cold.call = Recorded, ctx, call, initial, *tensors
         try:
             made = call.run(ctx, initial, tensors)
         finally:
