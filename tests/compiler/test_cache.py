@@ -142,11 +142,12 @@ def test_every_argument_of_insum_tells_its_programs_apart():
         assert insum("y[i,r] += x[i]", x=x, sizes={"r": extent}).shape == (2, extent)
         with pytest.raises(InsumNameError, match="'r' is written but never read"):
             insum("y[i,r] += x[i]", x=x)
-    api._programs.clear()
-    chosen = [Options(), Options(order="left"), Options(validate=True)]
-    for options in chosen * 2:
+    api._cached_program.cache_clear()
+    for options in [Options(), Options(order="left"), Options(validate=True)] * 2:
         insum("y[i] += x[i]", x=x, options=options)
-    assert [program.spec.options for program in api._programs.values()] == chosen
+        rest = api._cached_program("y[i] += x[i]", options, (), None, None, False)
+        assert rest.spec.options == options
+    assert api._cached_program.cache_info().misses == 3
 
 
 def test_what_does_not_tell_programs_apart():

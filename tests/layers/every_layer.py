@@ -30,4 +30,4 @@ NO_LAYERS |= {"ChebConv", "SGConv", "GatedGraphConv"}
 NO_LAYERS |= {"SymmetricContraction"}
 
 # Layers that put e3nn's own operators into graphs that torch records.
-OF_E3NN_IN_GRAPHS = ("Linear", "SphericalHarmonics")
+OF_E3NN_IN_GRAPHS = ("FullyConnectedNet", "Linear", "SphericalHarmonics")
