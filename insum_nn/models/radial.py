@@ -41,6 +41,7 @@ class HiddenLayers(nn.Module):
     def __init__(self, count: int, widths: Sequence[int]) -> None:
         super().__init__()
         self.count = count
+        self._texts = [activation("silu", scale_of(read, first=at == 0), 1.0) for at, read in enumerate(widths[:-1])]
         weights = [torch.randn(count, read, made) for read, made in pairwise(widths)]
         self.weights = nn.ParameterList([nn.Parameter(weight) for weight in weights])
 
@@ -60,8 +61,7 @@ class HiddenLayers(nn.Module):
         if missing := -rows % parts if parts > 1 else 0:
             values = nn.functional.pad(values, (0, 0, 0, missing))
         found = values.unflatten(0, (parts, -1)).expand(self.count, -1, -1, -1).flatten(0, 1)
-        for number, weight in enumerate(self.weights):
-            text = activation("silu", scale_of(weight.shape[1], first=number == 0), 1.0)
+        for weight, text in zip(self.weights, self._texts, strict=True):
             found = torch.bmm(found, weight[:, None].expand(-1, parts, -1, -1).flatten(0, 1))
             found = activated(found.flatten(0, 1), text).view(found.shape)
         whole = found.unflatten(0, (self.count, parts)).flatten(1, 2)

@@ -461,6 +461,8 @@ class StatementsProgram:
             for step in text.steps
         )
         self.expression = str(text)
+        # As errors show it, in one line.
+        self._line = self.expression.replace("\n", "; ")
         statements = [*text.statements, *(program.statement for program in self.programs)]
         accesses = [access for s in statements for outer in (s.output, *s.reads) for access in (outer, *outer.nested())]
         self._known: dict[object, Known] = {}
@@ -568,13 +570,12 @@ class StatementsProgram:
 
     def _run(self, found: dict[str, Tensor], sizes: Mapping[str, int], declared: Shapes) -> list[Tensor]:
         """Run all together, or one by one."""
-        expression = self.expression.replace("\n", "; ")
         found = {name: tensor for name, tensor in found.items() if tensor is not None}  # pyright: ignore[reportUnnecessaryComparison]
         for name, tensor in found.items():
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InsumDtypeError(
                     f"'{name}' must be a torch.Tensor, got {type(tensor).__name__}",
-                    expression=expression,
+                    expression=self._line,
                     fix="pass numbers as 0-d tensors.",
                     tensor=name,
                 )
@@ -597,8 +598,8 @@ class StatementsProgram:
             inferred, symbolic = None, True
         if inferred is None:
             # Other calls have the names of one that was checked.
-            check_names(expression, self._inputs, self._starts, found)
-            known, extents = _inferred(expression, self._axes, self._written, shapes, sizes)
+            check_names(self._line, self._inputs, self._starts, found)
+            known, extents = _inferred(self._line, self._axes, self._written, shapes, sizes)
             inferred = known, extents, None if symbolic else self._call_at(known, extents)
             if not symbolic:
                 insert(self._known, key, inferred, _LIMIT)
@@ -746,7 +747,7 @@ def _extent_of(subscript: Subscript) -> str | None:
 
 
 def _call(text: str, call: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """A call whose arguments are resolved here, by whoever runs or traces the operator."""
+    """Run a program with the flat arguments of the operator, when it runs or is traced."""
     names, sized, shaped = json.loads(call)
     program, named, rest = _program_of(text, frozenset(sized)), dict(zip(names, tensors, strict=True)), iter(sizes)
     own = {name: next(rest) for name in sized}

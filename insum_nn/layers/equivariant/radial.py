@@ -13,7 +13,7 @@ from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, E3nnLayer, adopt, construct, e3nn_nn, runs_directly
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.statement_layer import StatementLayer, with_attributes
-from insum_nn.ops.statements import in_a_graph, run
+from insum_nn.ops.statements import run
 
 __all__ = ["FullyConnectedNet", "RadialBasis", "RadialEmbedding", "activated", "activation"]
 
@@ -232,7 +232,7 @@ class RadialEmbedding(StatementLayer, nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Evaluate at lengths (e, 1), which alone count; differentiable: (e, functions), and none for MACE's cutoff."""
         frequencies = self.bessel_fn.bessel_weights
-        if in_a_graph(edge_lengths, frequencies) or torch._C._is_any_autocast_enabled():
+        if not runs_directly(edge_lengths, 1, frequencies):
             return self._peer.forward(self, edge_lengths, node_attrs, edge_index, atomic_numbers)  # type: ignore[no-any-return]
         named = {"F": frequencies, "R": edge_lengths.squeeze(1)}
         return run(self._text, {}, named, self.options, None), None
