@@ -56,7 +56,9 @@ def test_derivatives_to_second_order(count: int):
             torch.testing.assert_close(got, want)
 
 
-def test_all_gradients_of_a_call_are_one_function(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many statements each C function has that is made from now on."""
     made: list[int] = []
     create = c_program.CProgram.__init__
 
@@ -66,10 +68,24 @@ def test_all_gradients_of_a_call_are_one_function(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(c_program.CProgram, "__init__", counted)
     insum_nn.clear_cache()
+    return made
+
+
+def test_all_gradients_of_a_call_are_one_function(functions: list[int]):
     given = entries()
     leaves = [given[name].requires_grad_() for name in ("Val", "B")]
     torch.autograd.grad(insum(SPMM, tensors=given, out_shape=(20, None)).sum(), leaves)
-    assert made == [1, 2]
+    assert functions == [1, 2]
+
+
+def test_gradients_of_gradients_are_one_function(functions: list[int]):
+    given = entries()
+    leaves = [given[name].requires_grad_() for name in ("Val", "B")]
+    y = insum(SPMM, tensors=given, out_shape=(20, None))
+    found = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+    torch.autograd.grad(sum(each.square().sum() for each in found), leaves)
+    # Of each of the two gradients by the two tensors that it reads; after that the call's own gradients again.
+    assert functions == [1, 2, 4]
 
 
 @pytest.mark.parametrize("ordered", [False, True])

@@ -20,8 +20,9 @@ __all__ = ["ran"]
 SPMM = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]")
 
 
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("initial", [False, True])
-def test_of_a_statement(initial: bool, monkeypatch: pytest.MonkeyPatch):
+def test_of_a_statement(initial: bool, recorded: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(needed_gradients, "_by_name", {})
     found: list[int] = []
 
@@ -44,7 +45,7 @@ def test_of_a_statement(initial: bool, monkeypatch: pytest.MonkeyPatch):
         whole = torch.autograd.grad(sum_of(place * 2), [values, place, bias] if initial else [values, place])
         found.clear()
         needed_gradients._by_name.clear()
-        (alone,) = torch.autograd.grad(sum_of(place * 2), leaf)
+        (alone,) = torch.autograd.grad(sum_of(place * 2), leaf, create_graph=recorded)
         assert {names[position] for position in found} == {requested}
         torch.testing.assert_close(alone, whole[0 if requested == "Val" else 1])
 

@@ -146,8 +146,10 @@ def test_state_and_random_numbers_are_those_of_one_call(launched: Launched):
         torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
         found.append(each(*given))
         found[-1].sum().backward()
-    # The second call finds all kernels there, and rehearses nothing.
-    assert launched.compiled.keys() == launched.submitted.keys()
+    # The second call finds all kernels there, and rehearses nothing. Those of gradients of gradients, which add to what
+    # others have written, are found as well.
+    assert launched.compiled.keys() <= launched.submitted.keys()
+    assert all("out_initial" in code.text for code in launched.submitted.keys() - launched.compiled.keys())
     torch.testing.assert_close(*found, rtol=0, atol=0)
     torch.testing.assert_close(state_of(model), state_of(other), rtol=0, atol=0)
     assert model.seen == other.seen

@@ -22,7 +22,7 @@ from insum_nn.compiler.lang.derivative import directional, fresh_name
 from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.printed import Lists
 from insum_nn.compiler.lang.syntax import Statement, replaced
-from insum_nn.compiler.runtime.backward import attaining, gradients, gradients_of
+from insum_nn.compiler.runtime.backward import RunGraph, attaining, gradients, gradients_of
 from insum_nn.compiler.runtime.batched_gradients import (
     batched_access,
     factors_of_entries,
@@ -126,23 +126,23 @@ class Call:
     def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         graph, sizes, shapes = self.graph, self.sizes, self.shapes
         spec, needs = graph.alone, ctx.needs_input_grad[2:]
-        found, ctx.has_initial, ctx.shapes = graph.gradients.get(needs) or gradients_of(graph, needs), False, None
+        found, ctx.has_initial, ctx.shapes = gradients_of(graph, needs), initial is not None, None
         assert found is not None
+        saved: Sequence[Tensor | None] = tensors
+        if found.kept and (spec is None or spec.adds):
+            ctx.shapes = [tensor.shape for tensor in tensors]
+            saved = [t if need else None for t, need in zip(tensors, found.kept, strict=True)]
         if spec is None:
             made = graph.run(tensors, sizes, shapes)
-            # Where gradients are differentiated in turn, what statements wrote is computed again, from all tensors.
-            ctx.save_for_backward(*tensors, *[t if n in found.written else None for n, t in enumerate(made)], None)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*saved, *[t if n in found.written else None for n, t in enumerate(made)], None)
             return tuple(map(made.__getitem__, graph.results))
         extents = Extents(sizes[0], shapes[0])
         if not self.plain and inlines(spec, (*tensors, initial)):
             result = inline(spec, tensors, initial, extents)
         else:
             result = (run_plain if self.plain else run_spec)(spec, tensors, initial, extents)
-        ctx.has_initial, saved = initial is not None, tensors
         ctx.dtype = value_dtype(spec, tensors, initial) if spec.finishes else None
-        if spec.adds and found.kept:
-            ctx.shapes = [tensor.shape for tensor in tensors]
-            saved = [t if need else None for t, need in zip(tensors, found.kept, strict=True)]
         # An extremum is compared with its terms, and an activation may be differentiated from its output.
         keeps = spec.epilogue.activation or not spec.adds
         ctx.save_for_backward(*saved, result if keeps else None, None if spec.adds else initial)
@@ -157,13 +157,17 @@ class Call:
             backward = None if name is None else ACTIVATIONS[name]
             grads = ((grads[0] if backward is None else backward(grads[0], pool[-1])).to(ctx.dtype),)
         run: RunStatement | None = apply
-        if not torch.is_grad_enabled() and is_plain_eager(*grads) and not torch._C._is_any_autocast_enabled():
-            run, needs = None, needed_gradients(ctx, 2, len(needs), graph.number, before=ctx.has_initial)
-        elif spec is None:
-            # What statements wrote depends on the tensors, of which the gradients are differentiated in turn.
-            pool[len(needs) :] = graph.run(pool[: len(needs)], sizes, shapes, apply)
-        found, of_initial = gradients(graph, sizes, shapes, pool, ctx.shapes, initial, needs, grads, run)
+        record_all: RunGraph | None = None
+        if is_plain_eager(*grads) and not torch._C._is_any_autocast_enabled():
+            needs = needed_gradients(ctx, 2, len(needs), graph.number, before=ctx.has_initial)
+            run, record_all = (apply, _record_all) if torch.is_grad_enabled() else (None, None)
+        found, of_initial = gradients(graph, sizes, shapes, pool, ctx.shapes, initial, needs, grads, run, record_all)
         return (of_initial if ctx.needs_input_grad[1] else None, *found)
+
+
+def _record_all(graph: StatementGraph, sizes: Lists, shapes: Lists, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Run statements that autograd records as one call."""
+    return record(Call(graph, sizes, shapes, True), None, *tensors)  # type: ignore[no-any-return]
 
 
 class _Transformed(torch.autograd.Function):

@@ -6,10 +6,11 @@ programs of one kind of call are, which tensors they read and in which shapes, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from insum_nn.compiler.runtime.artifact import Step
 from insum_nn.compiler.runtime.dispatch import RunStatement, Spec, StatementGraph, parse_cached
 from insum_nn.dtypes import is_widened
 
-__all__ = ["attaining", "gradients", "gradients_of"]
+__all__ = ["RunGraph", "attaining", "gradients", "gradients_of"]
+
+# Runs a graph: its lists of extents, the shapes of its outputs, its tensors.
+RunGraph = Callable[[StatementGraph, Lists, Lists, Sequence[Tensor]], Sequence[Tensor]]
 
 
 @lru_cache(maxsize=2048)
@@ -41,22 +45,50 @@ def _derived(spec: Spec, position: int) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def gradients_of(graph: StatementGraph, needs: tuple[bool, ...]) -> StatementGraph | None:
-    """Return the graph of the gradients of some tensors of a call; of an extremum alone from a divided gradient.
+class Differentiated(NamedTuple):
+    """The gradients of a call.
 
-    It reads the tensors, then what statements wrote, then the gradients of results. `None`: it is not made of
-    statements alone.
+    Attributes:
+        graph: their statements. It reads the tensors of the call, then what its statements wrote, then the gradients of
+            its results.
+        places: what each output is the gradient of, as `Step.places` says.
+        written: the outputs of the call that it reads.
+        again: the same from tensors and gradients alone, to be differentiated in turn: first it computes again what
+            the call wrote. Its first outputs are the gradients, and its results.
+        read: what that reads, as places of the pool of `graph`.
+        made: the outputs of the call that it computes again.
+        kept: which of the tensors of the call it reads; empty: all of them.
+    """
+
+    graph: StatementGraph
+    places: tuple[int, ...]
+    written: tuple[int, ...]
+    again: StatementGraph
+    read: tuple[int, ...]
+    made: tuple[int, ...]
+    kept: tuple[bool, ...]
+
+
+def gradients_of(
+    graph: StatementGraph, needs: tuple[bool, ...], given: tuple[bool, ...] | None = None
+) -> Differentiated | None:
+    """Return the gradients of some tensors of a call; of an extremum alone from a divided gradient.
+
+    `None`: they are not made of statements alone.
 
     Args:
-        graph: the statements of the call, each with its own number as its source of extents.
+        graph: the statements of the call.
         needs: which of the tensors of the call need a gradient.
+        given: which of the results have one; by default all.
     """
-    if needs not in graph.gradients:
-        graph.gradients[needs] = _differentiated(graph.steps, graph.results, needs)
-    return graph.gradients[needs]
+    key = needs, given
+    if key not in graph.gradients:
+        graph.gradients[key] = _differentiated(graph, needs, given or (True,) * len(graph.results))
+    return graph.gradients[key]  # type: ignore[no-any-return]
 
 
-def _differentiated(steps: Sequence[Step], results: Sequence[int], needs: Sequence[bool]) -> StatementGraph | None:
+def _differentiated(graph: StatementGraph, needs: Sequence[bool], given: Sequence[bool]) -> Differentiated | None:
+    steps, results = graph.steps, [*compress(graph.results, given)]
     learned = {at for at, need in enumerate(needs) if need}
     recorded: list[tuple[Step, list[int]]] = []
     for step in steps:
@@ -81,23 +113,50 @@ def _differentiated(steps: Sequence[Step], results: Sequence[int], needs: Sequen
                 rank = len(step.spec.layout.output_plain)
                 axes = f"[{','.join(f'i{n}' for n in range(rank))}]" if rank else ""
                 copy = step.spec.with_statement(parse_cached(f"Y{axes} += X{axes}"), drop_outside=True)
-                found.append(Step(copy, (seed,), outputs[place], len(steps) + step.output, tuple(range(rank))))
+                found.append(Step(copy, (seed,), outputs[place], graph.lists + step.output, tuple(range(rank))))
             begun.add(place)
             seed = -1 - outputs[place]
         if seed is None:
             continue
-        given = [at if at >= 0 else inputs - 1 - at for at in (*step.places, place)]
-        given.insert(-1, seed)
+        pool = [at if at >= 0 else inputs - 1 - at for at in (*step.places, place)]
+        pool.insert(-1, seed)
         for n in own:
             output = outputs.setdefault(step.places[n], len(outputs))
             for each in _derived(step.spec, n):
-                places = tuple(map(given.__getitem__, each.places))
-                found.append(each._replace(places=places, output=output, source=step.source))
-    read = {at for each in found for at in each.places}
-    kept, made = tuple([at in read for at in range(inputs)]), StatementGraph(found)
-    made.places, made.kept = tuple(outputs), () if all(kept) else kept
-    made.written = tuple([n for n in range(written) if inputs + n in read])
-    return made
+                places, indices = map(pool.__getitem__, each.places), map(step.indices.__getitem__, each.indices)
+                found.append(Step(each.spec, tuple(places), output, step.source, tuple(indices)))
+    read = {at - inputs for each in found for at in each.places}
+    own_written = tuple([n for n in range(written) if n in read])
+    again, places, made = _from_tensors(graph, found, inputs, len(outputs), () if graph.alone else own_written)
+    kept = tuple([at in places for at in range(inputs)])
+    whole = StatementGraph(found, lists=graph.lists + written)
+    return Differentiated(whole, tuple(outputs), own_written, again, places, made, () if all(kept) else kept)
+
+
+def _from_tensors(
+    graph: StatementGraph, found: Sequence[Step], inputs: int, outputs: int, wanted: Sequence[int]
+) -> tuple[StatementGraph, tuple[int, ...], tuple[int, ...]]:
+    """Return statements that compute again what others of a call read, and these; see `Differentiated`."""
+    missing, steps = {*wanted}, list[Step]()
+    for step in reversed(graph.steps):
+        if step.output in missing:
+            steps.insert(0, step)
+            missing.update(-1 - at for at in step.places if at < 0)
+    numbers = {output: outputs + n for n, output in enumerate(sorted(missing))}
+    moved = {inputs + n: -1 - number for n, number in numbers.items()}
+    moved |= {-1 - n: -1 - number for n, number in numbers.items()}
+    first = [step._replace(output=numbers[step.output]) for step in steps]
+    places = [[moved.get(at, at) for at in step.places] for step in first]
+    places += [[moved.get(at, at) if at >= 0 else at for at in step.places] for step in found]
+    read = tuple(sorted({at for each in places for at in each if at >= 0}))
+    slots = {at: n for n, at in enumerate(read)}
+    every = [
+        step._replace(places=tuple(slots.get(at, at) for at in own))
+        for step, own in zip((*first, *found), places, strict=True)
+    ]
+    written = 1 + max(step.output for step in graph.steps)
+    again = StatementGraph(every, tuple(range(outputs)), lists=graph.lists + written)
+    return again, read, tuple(numbers)
 
 
 @lru_cache(maxsize=2048)
@@ -154,9 +213,10 @@ def gradients(
     given: Sequence[torch.Size] | None,
     initial: Tensor | None,
     needs: Sequence[bool],
-    grads: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],
     run: RunStatement | None,
-) -> tuple[list[Tensor | None], Tensor]:
+    record: RunGraph | None = None,
+) -> tuple[list[Tensor | None], Tensor | None]:
     """Compute the gradients of the tensors that need one, and that of an initial value.
 
     Args:
@@ -167,21 +227,33 @@ def gradients(
         given: shapes of the tensors of the call, where some are not there.
         initial: its initial value; of an extremum alone.
         needs: which of the tensors need a gradient.
-        grads: those of the results.
+        grads: those of the results; `None` of those that have none.
         run: runs one derivative program, which adds to what those before it made; by default where nothing is recorded.
+        record: runs several that autograd is to record as one call.
     """
     of_initial, spec = grads[0], graph.alone
     if spec is not None and not spec.adds:
         *tensors, result = pool
         assert result is not None
         count, share = attaining(spec, Extents(sizes[0], shapes[0]), tensors, initial, result, run)
-        grads = ((grads[0] / count).to(result.dtype),)
-        pool, of_initial = [*tensors, result.detach()], grads[0] if share is None else grads[0] * share
-    found = gradients_of(graph, tuple(needs))
+        assert of_initial is not None
+        of_each = (of_initial / count).to(result.dtype)
+        pool, of_initial, grads = [*tensors, result.detach()], of_each if share is None else of_each * share, (of_each,)
+    given_grads = [grad for grad in grads if grad is not None]
+    some = None if len(given_grads) == len(grads) else tuple([grad is not None for grad in grads])
+    found = gradients_of(graph, tuple(needs), some)
     assert found is not None
     outputs: list[Any] = []
     for at in found.places:
         tensor = pool[at] if at >= 0 else None
         outputs.append(shapes[-1 - at] if at < 0 else given[at] if tensor is None else tensor.shape)  # type: ignore[index]
-    made = dict(zip(found.places, found.run((*pool, *grads), (*sizes, *shapes), outputs, run), strict=True))
-    return list(map(made.get, range(len(needs)))), of_initial
+    lists, every = (*sizes, *shapes), (*pool, *given_grads)
+    if run is None or not torch.is_grad_enabled():
+        made = found.graph.run(every, lists, outputs, run)
+    else:
+        outputs += map(shapes.__getitem__, found.made)
+        read: list[Any] = list(map(every.__getitem__, found.read))
+        whole = record is not None and len(found.again.steps) > 1
+        made = record(found.again, lists, outputs, read) if whole else found.again.run(read, lists, outputs, run)  # type: ignore[misc]
+    by_place = dict(zip(found.places, made, strict=False))
+    return list(map(by_place.get, range(len(needs)))), of_initial

@@ -30,7 +30,7 @@ from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import check_static, kinds_of, stand_in
 from insum_nn.compiler.runtime.artifact import Artifact, Facts, Step, programs_of
-from insum_nn.compiler.runtime.execution import Executable, Executables, sharing
+from insum_nn.compiler.runtime.execution import Executable, Executables, forgets_programs, sharing
 from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
 from insum_nn.dtypes import not_dense
 from insum_nn.facts import IndexFacts, StaticTable
@@ -335,16 +335,14 @@ class StatementGraph:
     Args:
         steps: the statements, in which later ones read what earlier ones wrote.
         results: the numbers of the outputs that are returned to who is given gradients of them.
+        lists: how many lists of extents a call has; by default one for each step.
         deterministic: a kernel of several statements is to give the same bits at every run.
         fixed: places of static tables that are the same in every call.
 
     Attributes:
         alone: the only statement.
         number: of the graph among all.
-        gradients: the graphs of its gradients by which of its tensors need one; `None`: not made of statements alone.
-        places: of such a graph: what each output is the gradient of, as `Step.places` says.
-        kept: which of the tensors it reads; empty: all of them.
-        written: the outputs of the call that it reads.
+        gradients: what its gradients are, by which of its tensors need one and which results have one; see `backward`.
     """
 
     def __init__(
@@ -352,15 +350,14 @@ class StatementGraph:
         steps: Sequence[Step],
         results: Sequence[int] = (),
         *,
+        lists: int = 0,
         deterministic: bool = False,
         fixed: Collection[int] = (),
     ) -> None:
         self.steps, self.results, self.number = tuple(steps), results, next(_numbers)
+        self.lists = lists or len(steps)
         self.alone = steps[0].spec if len(steps) == 1 else None
-        self.gradients: dict[tuple[bool, ...], StatementGraph | None] = {}
-        self.places: tuple[int, ...] = ()
-        self.kept: tuple[bool, ...] = ()
-        self.written: tuple[int, ...] = ()
+        self.gradients: dict[tuple[tuple[bool, ...], tuple[bool, ...] | None], Any] = {}
         self._deterministic, self._fixed = deterministic, fixed
         self._read = tuple(dict.fromkeys(at for step in steps for at in step.places if at >= 0))
         self._artifacts: dict[tuple[torch.dtype, ...], Artifact] = {}
@@ -411,6 +408,11 @@ class StatementGraph:
             steps = [step._replace(places=tuple(slot.get(at, at) for at in step.places)) for step in self.steps]
             order, fixed = self._deterministic, [slot[at] for at in self._fixed]
             found = Artifact(steps, given, deterministic=order, fixed=fixed)
+            forgets_programs(self)
         if found is not None:
             self._artifacts[kind] = found
         return found
+
+    def clear(self) -> None:
+        """Forget what runs all at once, and with it which back ends there were."""
+        self._artifacts.clear()
