@@ -184,8 +184,10 @@ def may_be_empty(extents: Sequence[int]) -> bool:
 
 def is_known(condition: object) -> bool:
     """Whether a comparison of sizes holds in all calls of a graph that torch traces."""
-    shapes: Any = sys.modules["torch.fx.experimental.symbolic_shapes"]
-    return shapes.statically_known_true(condition)  # type: ignore[no-any-return]
+    # Dynamo, which traces this, copies `sys.modules` when that is read, and fails where a thread imports meanwhile.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)  # type: ignore[arg-type]
 
 
 def _is_guarded() -> bool:

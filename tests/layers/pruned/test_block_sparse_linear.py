@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import sys
+import threading
+import time
+import types
 from typing import Any
 
 import numpy as np
@@ -376,6 +381,30 @@ def test_states_of_other_layers_are_refused():
 
 
 # Modes.
+
+
+def test_dynamo_traces_it_while_a_thread_imports():
+    """Copies that Dynamo makes of `sys.modules` fail where it changes."""
+    layer, x, ended = make(density=0.5), torch.randn(7, 70, dtype=torch.float64), threading.Event()
+
+    def imports() -> None:
+        for number in itertools.count():
+            if ended.is_set():
+                return
+            sys.modules[f"a_module_of_this_test_{number}"] = types.ModuleType("a_module_of_this_test")
+            time.sleep(1e-5)
+
+    thread = threading.Thread(target=imports)
+    before = {*sys.modules}
+    thread.start()
+    try:
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+    finally:
+        ended.set()
+        thread.join()
+        for name in {*sys.modules} - before:
+            if name.startswith("a_module_of_this_test"):
+                del sys.modules[name]
 
 
 @each_group
