@@ -16,7 +16,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from insum_nn.locks import new_lock
 
-__all__ = ["Kept", "TensorCache", "forget", "insert", "kept", "kept_of", "same_view", "same_views", "unwritten"]
+__all__ = ["Kept", "TensorCache", "forget", "insert", "kept", "kept_of", "same_rows", "same_view", "same_views"]
+__all__ += ["unwritten"]
 
 Built = TypeVar("Built")
 K = TypeVar("K")
@@ -223,6 +224,32 @@ def same_view(tensor: Tensor) -> Tensor:
         alias = tensor.detach()
         insert(known, key, alias, _VIEWS_LIMIT)
     return alias
+
+
+def same_rows(tensor: Tensor) -> list[Tensor]:
+    """The rows of a tensor, the same objects at every call; see `same_view`.
+
+    >>> edges = torch.tensor([[0, 1], [1, 2]])
+    >>> same_rows(edges)[0] is same_view(edges[0])
+    True
+    """
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() > 0:
+        return [*tensor.unbind(0)]
+    if is_functorch_wrapped_tensor(tensor):
+        return [*tensor.unbind(0)]
+    known = kept_of(tensor if tensor._base is None else tensor._base).views
+    storage, offset, (step, *strides) = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
+    rest = tensor.shape[1:], tuple(strides), tensor.dtype
+    rows: list[Tensor] = []
+    for number in range(tensor.shape[0]):
+        # The key of `same_view`, without the view.
+        key = storage, offset + number * step, *rest
+        row = known.get(key)
+        if row is None:
+            row = tensor.select(0, number).detach()
+            insert(known, key, row, _VIEWS_LIMIT)
+        rows.append(row)
+    return rows
 
 
 def same_views(named: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

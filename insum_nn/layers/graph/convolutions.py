@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import is_transformed, stable_order
+from insum_nn.compiler.api import is_plain_eager, is_transformed, stable_order
 from insum_nn.errors import InsumShapeError
 from insum_nn.layers.graph.messages import Convolution, Ends, Message, kept_edges, pyg, utils
 from insum_nn.ops.statements import in_a_graph
@@ -50,14 +50,16 @@ class Normalised(_Weighted):
             return self._cached_edge_index
         if not (self.normalize or sparse):
             return edge_index, edge_weight
-        if many := (not sparse and is_batched(edge_index)):
+        # Most calls are plain, and ask none of what modes need.
+        plain = not sparse and is_plain_eager(x, edge_index, edge_weight)
+        if many := not (plain or sparse) and is_batched(edge_index):
             if cached:
                 raise InsumShapeError(
                     "'cached=True' keeps one graph, and 'edge_index' is a batch of graphs under torch.vmap",
                     fix="make the layer without cached, or call it once with the graph that all calls share.",
                 )
             check_edge_index(edge_index, nodes)
-        unread = many or (not sparse and (in_a_graph(x, edge_index) or edge_index.is_meta))
+        unread = many or (not (plain or sparse) and (in_a_graph(x, edge_index) or edge_index.is_meta))
         how = nodes, getattr(self, "improved", False), getattr(self, "add_self_loops", False), flow, x.dtype
         added = self._added if self.options.deterministic else None
 
@@ -84,7 +86,7 @@ class Normalised(_Weighted):
             of = [edge_index] if isinstance(edge_index, Tensor) else edge_index.coo()
         read = [tensor for tensor in of if tensor is not None]
         learned = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in read])
-        if unread or learned or is_transformed() or self.options.validate:
+        if unread or learned or self.options.validate or not (plain or not is_transformed()):
             return normalise()
         return kept_edges(read, (self.normalize, *how), in_order)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.ops.statements import promoted, run, under_autocast
 from insum_nn.structure.plain_tensors import plain_tensors
-from insum_nn.tensor_cache import TensorCache, same_view
+from insum_nn.tensor_cache import TensorCache, same_rows
 
 try:
     from torch_geometric import EdgeIndex, utils
@@ -70,6 +71,12 @@ def kept_edges(read: Sequence[Tensor], key: Hashable, build: Callable[[], Built]
 def has_hooks(layer: torch.nn.Module) -> bool:
     """Return whether something else is done at calls of a module."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+@lru_cache(maxsize=256)
+def _redefines(kind: type, peer: type) -> bool:
+    """Whether a class of layers defines how messages are made, combined or read."""
+    return any(getattr(kind, name) is not getattr(peer, name) for name in _METHODS)
 
 
 def _plain(value: Any) -> Any:
@@ -148,13 +155,18 @@ class MessageLayer(PeerLayer, pyg.MessagePassing):
         plain = isinstance(edge_index, Tensor) and not isinstance(edge_index, EdgeIndex)
         if not plain or edge_index.layout != torch.strided:
             plain = x is not None and is_plain_eager(x) and utils.is_sparse(edge_index)
-        kind, peer, own, combine = type(self), self._peer, self.__dict__, self.aggr_module
+        own, combine = self.__dict__, self.aggr_module
         if not plain or self.explain or self._edge_mask is not None:
             return True
         if self.decomposed_layers != 1 or "" in self._aggregates(combine) or has_hooks(combine):
             return True
-        changed = [name in own or getattr(kind, name) is not getattr(peer, name) for name in _METHODS]
-        return any(changed) or any([own[name] for name in _HOOKS])
+        if _redefines(type(self), self._peer) or not own.keys().isdisjoint(_METHODS):
+            return True
+        # A loop instead of `any`: every call comes here.
+        for name in _HOOKS:
+            if own[name]:
+                return True
+        return False
 
     def _aggregates(self, outer: Any) -> list[str]:
         """Return the aggregations whose results are put side by side; an empty name is one of another kind."""
@@ -179,8 +191,7 @@ class MessageLayer(PeerLayer, pyg.MessagePassing):
         return build() if self.options.validate or not is_plain_eager(*read) else kept_edges(read, key, build)
 
     def _ends(self, edge_index: Tensor) -> dict[str, Tensor]:
-        ends = "JI" if self.flow == "source_to_target" else "IJ"
-        return {end: same_view(nodes) for end, nodes in zip(ends, edge_index.unbind(0), strict=True)}
+        return dict(zip("JI" if self.flow == "source_to_target" else "IJ", same_rows(edge_index), strict=True))
 
 
 class Ends(NamedTuple):
@@ -211,7 +222,7 @@ class Convolution(MessageLayer):
     _aggregations = (*_NAMES, pyg.aggr.MultiAggregation, pyg.aggr.DegreeScalerAggregation)
 
     def _statements(self) -> tuple[str, ...]:
-        texts = _texts(self._aggregates(self.aggr_module), self._message, self._columns)
+        texts = _texts((*self._aggregates(self.aggr_module),), self._message, self._columns)
         return tuple(dict.fromkeys([*([_COUNT] if "Mean" in texts else []), *texts.values()]))
 
     def _of_edges(self, ends: Ends, *edges: Any) -> Message:
@@ -245,7 +256,7 @@ class Convolution(MessageLayer):
         named |= entries if "J[" in message else {"I": entries["I"]}
         found: dict[str, Tensor] = {}
         shape = (nodes, None) if rank == 2 else (nodes, None, None)
-        for step, text in _texts(names, message, columns).items():
+        for step, text in _texts((*names,), message, columns).items():
             read = {**named, "M": found["Mean"]} if step == "Var" else named
             out = run(text, self._facts, read, self.options, shape)
             found[step] = out / self._counts(ends, out) if step in _DIVIDED else out
@@ -277,9 +288,9 @@ class Convolution(MessageLayer):
         return run(_COUNT, FACTS, {"W": weights, "I": ends}, self.options, (nodes,))
 
 
-def _texts(names: Sequence[str], message: str, columns: str) -> dict[str, str]:
+@lru_cache(maxsize=256)
+def _texts(names: tuple[str, ...], message: str, columns: str) -> dict[str, str]:
     """Return the statements that aggregations run, by names."""
-    if len(names) > 1 or names[0] in ("Var", "Std"):
-        names = [step for name in names for step in (_DIVIDED if name in ("Var", "Std") else (name,))]
+    steps = [step for name in names for step in (_DIVIDED if name in ("Var", "Std") else (name,))]
     terms = {"Var": f"({message} - M[I[e],{columns}])**2"}
-    return {step: f"Y[I[e],{columns}] {_COMBINES[step]} {terms.get(step, message)}" for step in names}
+    return {step: f"Y[I[e],{columns}] {_COMBINES[step]} {terms.get(step, message)}" for step in steps}
