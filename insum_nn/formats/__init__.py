@@ -1,9 +1,8 @@
 """Sparse formats: dense tensors of indices and values, laws, and facts."""
 
 from insum_nn.formats.base import IndexPart, SparseFormat
-from insum_nn.formats.block_coo import BlockCOO
 from insum_nn.formats.block_group_coo import BlockGroupCOO
-from insum_nn.formats.blocks import BlockFormat
+from insum_nn.formats.blocks import BlockCOO, BlockFormat
 from insum_nn.formats.checks import Fault
 from insum_nn.formats.coo import COO
 from insum_nn.formats.custom import CustomFormat

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -23,12 +22,10 @@ from insum_nn.formats.group_size import GroupSize, resolve_group_size
 from insum_nn.tiles import tiles
 
 __all__ = [
-    "Blocks",
     "Groups",
     "block_grid",
     "check_entries",
     "check_torch",
-    "compressed_blocks",
     "dense_blocks",
     "dense_entries",
     "expand_blocks",
@@ -49,23 +46,6 @@ __all__ = [
 ]
 
 _FUSED_KEY_LIMIT = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Dense blocks of a matrix with the coordinates of each in the grid of blocks.
-
-    Attributes:
-        row: (p,) int64.
-        col: (p,) int64.
-        values: (p, a, b).
-        coalesced: ascending by (row, col), none twice.
-    """
-
-    row: Tensor
-    col: Tensor
-    values: Tensor
-    coalesced: bool
 
 
 class Groups(NamedTuple):
@@ -251,8 +231,8 @@ def _coordinates(chosen: Tensor) -> tuple[Tensor, ...]:
     return chosen.nonzero().T.contiguous().unbind(0)
 
 
-def dense_blocks(dense: Tensor, block_shape: tuple[int, int], mask: Tensor | None) -> Blocks:
-    """Return blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
+def dense_blocks(dense: Tensor, block_shape: tuple[int, int], mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row, column and values of the blocks of a dense matrix that hold a nonzero, or that `mask` touches."""
     rows, cols = dense.shape
     a, b = block_shape
     grid = block_grid((rows, cols), block_shape)
@@ -268,11 +248,13 @@ def dense_blocks(dense: Tensor, block_shape: tuple[int, int], mask: Tensor | Non
         chosen = dense != 0 if mask is None else mask
         whole_blocks = tiles(chosen, block_shape).any(3).any(2)
     row, col = _coordinates(whole_blocks)
-    return Blocks(row, col, blocks[row, col].reshape(-1, a, b), coalesced=True)
+    return row, col, blocks[row, col].reshape(-1, a, b)
 
 
-def pack_blocks(row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Blocks:
-    """Scalar entries (p,) to the blocks that they touch; duplicates are summed."""
+def pack_blocks(
+    row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], block_shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row, column and values of the blocks that scalar entries (p,) touch; duplicates are summed."""
     a, b = block_shape
     row, col = row.long(), col.long()
     block_row, block_col = row // a, col // b
@@ -283,7 +265,7 @@ def pack_blocks(row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int], 
     block = new.cumsum(0) - 1
     slots = (block * a + row[order] % a) * b + col[order] % b
     packed = sum_rows(values[order], slots, kept.shape[0] * a * b).reshape(-1, a, b)
-    return Blocks(block_row[kept], block_col[kept], packed, coalesced=True)
+    return block_row[kept], block_col[kept], packed
 
 
 def expand_blocks(
@@ -300,11 +282,6 @@ def expand_blocks(
         return (flat_rows, flat_cols), flat
     kept = ((flat_rows < shape[0]) & (flat_cols < shape[1])).nonzero().squeeze(1)
     return (flat_rows[kept], flat_cols[kept]), flat[kept]
-
-
-def compressed_blocks(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and values of the blocks of a torch BSR or BSC matrix; explicit zeros stay."""
-    return (*uncompressed(tensor), tensor.values())
 
 
 def check_torch(tensor: Tensor) -> None:
@@ -328,7 +305,7 @@ def torch_entries(tensor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         merged = tensor.coalesce()
         return merged.indices().contiguous().unbind(0), merged.values()
     if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc):
-        return expand_blocks(*compressed_blocks(tensor), tensor.shape)
+        return expand_blocks(*uncompressed(tensor), tensor.values(), tensor.shape)
     return uncompressed(tensor), tensor.values()
 
 

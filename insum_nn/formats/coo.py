@@ -374,6 +374,17 @@ class ThroughCOO(SparseFormat):
     from_coo: ClassVar[Callable[..., Any]]
 
     @classmethod
+    def from_dense(
+        cls, dense: Tensor, *, mask: Tensor | None = None, index_dtype: torch.dtype | None = None, **layout: Any
+    ) -> Self:
+        """Store the nonzero elements of a dense tensor, or those that `mask` selects.
+
+        See `COO.from_dense`, and `from_coo` for `layout`.
+        """
+        coo = COO.from_dense(dense, mask=mask, index_dtype=torch.int64)
+        return cls.from_coo(coo, index_dtype=index_dtype, **layout)
+
+    @classmethod
     def from_torch(cls, tensor: Tensor, *, index_dtype: torch.dtype | None = None, **layout: Any) -> Self:
         """Lay out a torch sparse tensor (COO, CSR, CSC, BSR, BSC); see `COO.from_torch`, for `layout` `from_coo`."""
         return cls.from_coo(COO.from_torch(tensor, index_dtype=torch.int64), index_dtype=index_dtype, **layout)

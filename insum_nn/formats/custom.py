@@ -97,14 +97,6 @@ class CustomFormat(ThroughCOO):
         made._verify()
         return made
 
-    @classmethod
-    def from_dense(
-        cls, dense: Tensor, *, mask: Tensor | None = None, index_dtype: torch.dtype | None = None, **layout: Any
-    ) -> Self:
-        """Store the nonzero elements of a dense tensor, or those that `mask` selects; see `COO.from_dense`."""
-        coo = COO.from_dense(dense, mask=mask, index_dtype=torch.int64)
-        return cls.from_coo(coo, index_dtype=index_dtype, **layout)
-
     # What follows from it.
 
     @property

@@ -56,28 +56,6 @@ class ELL(GroupedFormat):
     # Builders.
 
     @classmethod
-    def from_dense(
-        cls,
-        dense: Tensor,
-        *,
-        group_dim: int = 0,
-        width: int | None = None,
-        mask: Tensor | None = None,
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Store the nonzero elements of a dense tensor, or those that `mask` selects.
-
-        Args:
-            dense: Two dimensions or more; differentiable.
-            group_dim: The dimension whose index is the position.
-            width: Slots per row, `q`; default the largest occupancy.
-            mask: Same shape, bool: store exactly these elements, zeros included.
-            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
-        """
-        coo = COO.from_dense(dense, mask=mask, index_dtype=torch.int64)
-        return cls.from_coo(coo, group_dim=group_dim, width=width, index_dtype=index_dtype)
-
-    @classmethod
     def from_coo(
         cls,
         indices: SparseFormat | Tensor | Sequence[Tensor],

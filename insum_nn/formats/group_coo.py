@@ -58,28 +58,6 @@ class GroupCOO(GroupedFormat):
     # Builders.
 
     @classmethod
-    def from_dense(
-        cls,
-        dense: Tensor,
-        *,
-        group_dim: int = 0,
-        group_size: GroupSize = "auto",
-        mask: Tensor | None = None,
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Store the nonzero elements of a dense tensor, or those that `mask` selects.
-
-        Args:
-            dense: Two dimensions or more; differentiable.
-            group_dim: The grouped dimension.
-            group_size: Slots per group, or `"auto"`: the rule of `choose_group_size`.
-            mask: Same shape, bool: store exactly these elements, zeros included.
-            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
-        """
-        coo = COO.from_dense(dense, mask=mask, index_dtype=torch.int64)
-        return cls.from_coo(coo, group_dim=group_dim, group_size=group_size, index_dtype=index_dtype)
-
-    @classmethod
     def from_coo(
         cls,
         indices: SparseFormat | Tensor | Sequence[Tensor],
