@@ -10,6 +10,7 @@ import importlib
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 __all__ = [
@@ -104,27 +105,12 @@ class InsumError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword arguments do not survive Exception's default pickling, which
         # multiprocessing relies on to carry an error back to its parent.
-        text = (self.message, self.expression, self.spans, self.details, self.fix)
-        return (_rebuild, (type(self), *text, self.fields, self.others))
+        facts: dict[str, Any] = {"expression": self.expression, "spans": self.spans, "details": self.details}
+        return partial(type(self), self.message, **facts, fix=self.fix, **self.fields), (), {"others": self.others}
 
 
 def _clipped(line: str) -> str:
     return line if len(line) <= _LINE else f"{line[:_LINE]}..."
-
-
-def _rebuild(
-    cls: type[InsumError],
-    message: str,
-    expression: str | None,
-    spans: tuple[Span, ...],
-    details: tuple[str, ...],
-    fix: str | None,
-    fields: dict[str, object],
-    others: tuple[InsumError, ...],
-) -> InsumError:
-    error = cls(message, expression=expression, spans=spans, details=details, fix=fix, **fields)
-    error.others = others
-    return error
 
 
 def raise_collected(faults: Iterable[InsumError]) -> None:
