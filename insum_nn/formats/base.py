@@ -59,28 +59,16 @@ class SparseFormat(Verifiable):
         coalesced: no entry occurs twice and entries ascend, by the grouped dimension first.
     """
 
-    shape: tuple[int, ...]
     values: Tensor
-    index_facts: tuple[IndexFacts, ...]
-    coalesced: bool
 
     value_axes: ClassVar[str]
     """A letter per axis of `values`; letters are shared with the index tensors."""
 
     # What a format defines.
 
-    @property
-    @abstractmethod
-    def index_parts(self) -> tuple[IndexPart, ...]:
-        """The index tensors with their names, in a fixed order."""
-
     @abstractmethod
     def _with_tensors(self, indices: Sequence[Tensor], values: Tensor) -> Self:
         """This format with other index tensors, in the order of `index_parts`, and other values."""
-
-    @abstractmethod
-    def _ordered_indices(self) -> tuple[Tensor, ...]:
-        """Return indices of the used slots, flattened, in the order of dimensions that `coalesced` speaks of."""
 
     @abstractmethod
     def entries(self) -> COO:
@@ -96,11 +84,6 @@ class SparseFormat(Verifiable):
         """Stored entries without padding; explicit zeros count."""
 
     # What every format inherits.
-
-    @property
-    def grid_shape(self) -> tuple[int, ...]:
-        """The extents that index tensors select along: `shape`, or the grid of blocks."""
-        return self.shape
 
     @property
     def ndim(self) -> int:
@@ -225,18 +208,6 @@ class SparseFormat(Verifiable):
         other = object.__new__(type(self))
         vars(other).update(vars(self), values=values)
         return other
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """What operators keep for this structure, by their names: one dictionary for all formats that share it.
-
-        It stays behind when a format is copied or pickled.
-        """
-        shared = self.__dict__.get("_shared")
-        if shared is None:
-            shared = {}
-            object.__setattr__(self, "_shared", shared)
-        return shared
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}

@@ -143,20 +143,28 @@ class Verifiable(ABC):
     @property
     @abstractmethod
     def index_parts(self) -> tuple[IndexPart, ...]:
-        """The index tensors."""
+        """The index tensors with their names, in a fixed order."""
+
+    @abstractmethod
+    def _ordered_indices(self) -> tuple[Tensor, ...]:
+        """Return indices of the used slots, flattened, in the order of dimensions that `coalesced` speaks of."""
 
     @property
-    @abstractmethod
     def grid_shape(self) -> tuple[int, ...]:
-        """The extents that they select along."""
+        """The extents that index tensors select along: `shape`, or the grid of blocks."""
+        return self.shape
 
     @property
-    @abstractmethod
     def shared(self) -> dict[str, Any]:
-        """What is kept for all formats of this structure."""
+        """What operators keep for this structure, by their names: one dictionary for all formats that share it.
 
-    @abstractmethod
-    def _ordered_indices(self) -> tuple[Tensor, ...]: ...
+        It stays behind when a format is copied or pickled.
+        """
+        shared = self.__dict__.get("_shared")
+        if shared is None:
+            shared = {}
+            object.__setattr__(self, "_shared", shared)
+        return shared
 
     # When facts hold.
 
