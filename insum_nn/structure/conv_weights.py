@@ -24,10 +24,6 @@ submanifold or of stride 1, spconv's and ours, which multiply by the numbers rea
 for one cell."""
 
 
-# The axis of output channels where cells have an axis each.
-_OUTPUTS: dict[WeightLayout, int] = {"spconv": 0, "spconv_pointwise": 0, "spconv_rsck": -1, "spconv_rskc": -2}
-
-
 def kernel_anchor(layout: WeightLayout, kernel_size: Sequence[int]) -> tuple[int, ...]:
     """Return the kernel cell that lies on the voxel in a layer of stride 1, per axis.
 
@@ -64,20 +60,19 @@ def import_weight(weight: Tensor, layout: WeightLayout, kernel_size: Sequence[in
     """
     _check_layout(layout)
     kernel = tuple(kernel_size)
-    if layout in ("minkowski", "torchsparse"):
-        cells = _with_cells(weight, layout, kernel)
-        grid = cells.unflatten(0, kernel[::-1] if _first_axis_fastest(layout, kernel) else kernel)
-        if _first_axis_fastest(layout, kernel):
-            grid = grid.permute(*reversed(range(len(kernel))), -2, -1)
-        return grid.movedim(-1, 0).contiguous()
-    outputs = _OUTPUTS[layout]
-    cells = weight.shape[1:-1] if outputs == 0 else weight.shape[:-2]
-    several = layout == "spconv_pointwise" and any(extent != 1 for extent in kernel)
-    if weight.ndim != len(kernel) + 2 or tuple(cells) != kernel or several:
+    volume, cells, ndim = math.prod(kernel), layout in _IN_CELLS, len(kernel) + 2
+    if cells and weight.ndim == 2 and volume == 1:
+        weight = weight.unsqueeze(0)
+    axes = _axes(layout, kernel)
+    # What is no number of cells is a number of channels.
+    extents = [kernel[axis - 1] if 0 < axis < ndim - 1 else -1 for axis in axes]
+    grid = weight.unflatten(0, extents[:-2]) if cells and weight.ndim == 3 and weight.shape[0] == volume else weight
+    fits = grid.ndim == ndim and all(want in (-1, got) for want, got in zip(extents, grid.shape, strict=True))
+    if not fits or (layout == "spconv_pointwise" and volume != 1):
         raise _wrong_shape(weight, layout, kernel)
     if layout == "spconv_pointwise":
         return weight.reshape(weight.shape[-1], *kernel, weight.shape[0]).transpose(0, -1)
-    return weight.movedim(outputs, 0).contiguous()
+    return grid.permute(*map(axes.index, range(ndim))).contiguous()
 
 
 def export_weight(weight: Tensor, layout: WeightLayout) -> Tensor:
@@ -96,16 +91,13 @@ def export_weight(weight: Tensor, layout: WeightLayout) -> Tensor:
     True
     """
     _check_layout(layout)
-    kernel = tuple(weight.shape[1:-1])
-    if layout in ("minkowski", "torchsparse"):
-        grid = weight.movedim(0, -1)
-        if _first_axis_fastest(layout, kernel):
-            grid = grid.permute(*reversed(range(len(kernel))), -2, -1)
-        cells = grid.reshape(math.prod(kernel), *grid.shape[-2:]).contiguous()
-        return cells[0] if cells.shape[0] == 1 else cells
     if layout == "spconv_pointwise":
         return weight.transpose(0, -1).reshape(weight.shape)
-    return weight.movedim(0, _OUTPUTS[layout]).contiguous()
+    grid = weight.permute(_axes(layout, tuple(weight.shape[1:-1]))).contiguous()
+    if layout not in _IN_CELLS:
+        return grid
+    cells = grid.flatten(0, -3)
+    return cells[0] if cells.shape[0] == 1 else cells
 
 
 def convert_state_dict(
@@ -205,17 +197,19 @@ def _our_name(key: str, target: Mapping[str, Tensor]) -> str | None:
     return next((name for name in candidates if name in target), None)
 
 
-def _first_axis_fastest(layout: WeightLayout, kernel: tuple[int, ...]) -> bool:
-    """Return whether consecutive cells step along the first axis; else along the last, as ours do."""
-    return layout == "minkowski" or math.prod(kernel) % 2 == 1
+# The layouts that have one axis for all cells.
+_IN_CELLS = ("minkowski", "torchsparse")
 
 
-def _with_cells(weight: Tensor, layout: WeightLayout, kernel: tuple[int, ...]) -> Tensor:
-    volume = math.prod(kernel)
-    cells = weight.unsqueeze(0) if weight.ndim == 2 and volume == 1 else weight
-    if cells.ndim != 3 or cells.shape[0] != volume:
-        raise _wrong_shape(weight, layout, kernel)
-    return cells
+def _axes(layout: WeightLayout, kernel: tuple[int, ...]) -> list[int]:
+    """Return the axes of our layout in the order of another one, in which each axis of the kernel is one too."""
+    cells, read = [*range(1, len(kernel) + 1)], len(kernel) + 1
+    if layout.startswith("spconv") and layout not in ("spconv_rsck", "spconv_rskc"):
+        return [0, *cells, read]
+    if layout == "minkowski" or (layout == "torchsparse" and math.prod(kernel) % 2 == 1):
+        # The first axis of the kernel varies fastest.
+        cells.reverse()
+    return [*cells, 0, read] if layout == "spconv_rskc" else [*cells, read, 0]
 
 
 def _wrong_shape(weight: Tensor, layout: WeightLayout, kernel: tuple[int, ...]) -> InsumShapeError:
