@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -176,20 +177,12 @@ def offsets(entries: Sequence[Entry]) -> tuple[int, ...]:
     >>> offsets((Entry(2, 1, -1), Entry(3, 0, 1)))
     (0, 6)
     """
-    starts, total = [], 0
-    for entry in entries:
-        starts.append(total)
-        total += entry.dim
-    return tuple(starts)
+    return (0, *accumulate(entry.dim for entry in entries))[: len(entries)]
 
 
 def weight_offsets(paths: Sequence[Path]) -> tuple[int, ...]:
     """Return where each path's weights start in the flat weight; paths without weights take no room."""
-    starts, total = [], 0
-    for path in paths:
-        starts.append(total)
-        total += path.numel if path.weighted else 0
-    return tuple(starts)
+    return (0, *accumulate(path.numel * path.weighted for path in paths))[: len(paths)]
 
 
 def make_paths(

@@ -30,7 +30,6 @@ from insum_nn.structure.kernel_map.tables import (
     Pairs,
     group_pairs,
     groups_of_table,
-    identity_groups,
     order_by_mask,
 )
 from insum_nn.structure.kernel_map.traced import groups_in_graph, landings, map_in_graph
@@ -131,11 +130,10 @@ def _build(
     if answer is not None:
         inputs.raise_faults(answer())
     if geometry.is_pointwise:
+        # Every row meets itself.
         outputs = inputs if subm else _with_shape(inputs, shape)
-        if by_table and small:
-            table = NeighbourTable.identity(inputs.num_sites, inputs.device)
-            return KernelMap.of_table(inputs, outputs, geometry, table)
-        return KernelMap.of_groups(inputs, outputs, geometry, identity_groups(inputs.num_sites, inputs.device))
+        rows = torch.arange(inputs.num_sites, dtype=torch.int32, device=inputs.device)
+        return _of_neighbours(inputs, geometry, Neighbours(outputs, rows[None], None), by_table and small)
     outputs, pairs = (inputs, _submanifold_pairs(inputs, geometry)) if subm else _reached_pairs(inputs, geometry, shape)
     return KernelMap.of_groups(inputs, outputs, geometry, group_pairs(pairs, geometry.volume))
 

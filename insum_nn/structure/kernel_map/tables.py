@@ -39,7 +39,6 @@ __all__ = [
     "Pairs",
     "group_pairs",
     "groups_of_table",
-    "identity_groups",
     "list_of_groups",
     "list_of_table",
     "neighbour_rows",
@@ -138,15 +137,6 @@ def group_pairs(
         table = torch.full((num_groups * size,), -1, dtype=torch.int32, device=device)
         tables.append(table.scatter_(0, slots, rows.int()).reshape(num_groups, size))
     return Groups(offset, tables[0], tables[1], filled, counts)
-
-
-def identity_groups(count: int, device: torch.device) -> Groups:
-    """Return groups of the identity of rows; no element is read."""
-    size = _choose_group_size((count,))
-    rows = torch.arange(-(-count // size) * size, dtype=torch.int32, device=device)
-    table = torch.where(rows < count, rows, -1).reshape(-1, size)
-    offset = torch.zeros(table.shape[0], dtype=torch.int32, device=device)
-    return Groups(offset, table, table, torch.full((1,), count, device=device), (count,))
 
 
 def groups_of_table(neighbours: Tensor, counted: tuple[Tensor, Sequence[int]] | None = None) -> Groups:
@@ -251,12 +241,6 @@ class NeighbourTable:
         """Return the table of what the hand-written kernels return."""
         order, near, words, memory, at, counted = found
         return cls(order, near, None if at[0] > MASK_BITS else words, memory, at, counted)
-
-    @classmethod
-    def identity(cls, outputs: int, device: torch.device) -> NeighbourTable:
-        """Return the table of a kernel of one cell, in which every row meets itself."""
-        rows = torch.arange(outputs, dtype=torch.int32, device=device)
-        return cls(rows, rows[None], torch.ones_like(rows))
 
     @property
     def counts(self) -> Tensor:
