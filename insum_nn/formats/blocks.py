@@ -146,7 +146,7 @@ class BlockFormat(ThroughCOO):
         return cls._of(own.coalesce() if coalesce else own, index_dtype, **layout)
 
     @classmethod
-    def from_coo(
+    def from_coo(  # pyright: ignore[reportIncompatibleMethodOverride] - duplicates are summed in any case
         cls,
         indices: SparseFormat | Tensor | Sequence[Tensor],
         values: Tensor | None = None,
@@ -295,14 +295,12 @@ class BlockFormat(ThroughCOO):
                 shape=self.shape,
                 block_shape=self.block_shape,
             )
-        if layout == torch.sparse_bsr:
-            own = self.blocks().coalesce()
-            pointers = compressed_rows(own.row, own.grid_shape[0])
-            return torch.sparse_bsr_tensor(pointers, own.col, own.values, size=self.shape, check_invariants=False)
-        own = self.blocks().transpose().coalesce()
+        by_row = layout == torch.sparse_bsr
+        own = (self.blocks() if by_row else self.blocks().transpose()).coalesce()
         pointers = compressed_rows(own.row, own.grid_shape[0])
-        values = own.values.transpose(1, 2).contiguous()
-        return torch.sparse_bsc_tensor(pointers, own.col, values, size=self.shape, check_invariants=False)
+        values = own.values if by_row else own.values.transpose(1, 2).contiguous()
+        make = torch.sparse_bsr_tensor if by_row else torch.sparse_bsc_tensor
+        return make(pointers, own.col, values, size=self.shape, check_invariants=False)
 
     def _fixed_extents(self) -> dict[str, int]:
         return {"a": self.block_shape[0], "b": self.block_shape[1]}

@@ -277,8 +277,7 @@ class COO(RowsAndColumns):
         if not self.coalesced:
             return permuted
         facts = entry_facts(self.ndim, ordered=True, distinct=True, proven=self._proven())
-        sorted_ = type(self)(shape, permuted.indices, permuted.values, facts, coalesced=True)
-        return sorted_._guaranteed_if(known)
+        return permuted._replace(index_facts=facts, coalesced=True)._guaranteed_if(known)
 
     def to_dense(self) -> Tensor:
         """Return the dense tensor; duplicates are summed (fp16 and bf16 in float32)."""
@@ -369,9 +368,52 @@ class COO(RowsAndColumns):
 
 
 class ThroughCOO(SparseFormat):
-    """A format that is laid out from the entries of a COO, by its `from_coo`."""
+    """A format that is laid out from the entries of a COO."""
 
-    from_coo: ClassVar[Callable[..., Any]]
+    _of: ClassVar[Callable[..., Any]]
+    """Lays out the entries of a COO, with indices of a dtype or `None`, and what else a builder was given."""
+
+    @classmethod
+    def from_coo(
+        cls,
+        indices: SparseFormat | Tensor | Sequence[Tensor],
+        values: Tensor | None = None,
+        shape: Sequence[int] | None = None,
+        *,
+        coalesce: bool = True,
+        index_dtype: torch.dtype | None = None,
+        **layout: Any,
+    ) -> Self:
+        """Lay out coordinates and values, or the entries of another format.
+
+        Args:
+            indices: (d, p), or d tensors (p,), int32 or int64; or any format of this package.
+            values: (p,); differentiable. Left out with a format.
+            shape: d extents. Left out with a format.
+            coalesce: Sum duplicates and sort. Otherwise duplicates keep a slot each, and entries of a group or row keep
+                their order.
+            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
+            layout: `group_dim`: of `GroupCOO` the grouped dimension, of `ELL` that whose index is the position;
+                default 0. Of `GroupCOO`, `group_size`: slots per group, or `"auto"`: the rule of `choose_group_size`.
+                Of `ELL`, `width`: slots per row; default the largest occupancy.
+
+        Returns:
+            A format with proven indices.
+
+        Raises:
+            InsumRangeError: an index lies outside `shape`.
+            InsumShapeError: lengths disagree, or `group_dim` is no dimension.
+            InsumFormatError: `group_size` is below 1, or a row has more than `width` entries.
+            InsumDtypeError: indices are not int32 or int64.
+
+        >>> from insum_nn.formats import ELL, GroupCOO
+        >>> GroupCOO.from_coo(COO.from_dense(torch.ones(2, 3)), group_dim=1, group_size=2).col.tolist()
+        [0, 1, 2]
+        >>> ELL.from_coo(torch.tensor([[1, 1], [0, 2]]), torch.ones(2), (2, 3), width=3).col.tolist()
+        [[-1, -1, -1], [0, 2, -1]]
+        """
+        coo = as_coo(indices, values, shape, f"{cls.__name__}.from_coo", coalesce=coalesce)
+        return cls._of(coo, index_dtype, **layout)
 
     @classmethod
     def from_dense(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts
-from insum_nn.formats.base import SparseFormat
 from insum_nn.formats.checks import Fault
 from insum_nn.formats.coo import COO, ThroughCOO
 
@@ -77,23 +76,9 @@ class CustomFormat(ThroughCOO):
         """Laws of this format that stored numbers break, for `validate`, beyond ranges, claims and unused slots."""
         return ()
 
-    # Builders.
-
     @classmethod
-    def from_coo(
-        cls,
-        indices: SparseFormat | Tensor | Sequence[Tensor],
-        values: Tensor | None = None,
-        shape: Sequence[int] | None = None,
-        *,
-        index_dtype: torch.dtype | None = None,
-        **layout: Any,
-    ) -> Self:
-        """Lay out coordinates and values, or the entries of another format; duplicates are summed.
-
-        See `COO.from_coo` for the arguments and for what is raised.
-        """
-        made = cls.from_entries(COO.from_coo(indices, values, shape, index_dtype=index_dtype), **layout)
+    def _of(cls, coo: COO, index_dtype: torch.dtype | None, **layout: Any) -> Self:
+        made = cls.from_entries(COO.from_coo(coo, index_dtype=index_dtype), **layout)
         made._verify()
         return made
 

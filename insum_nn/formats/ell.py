@@ -11,10 +11,10 @@ from torch import Tensor
 
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import IndexFacts
-from insum_nn.formats import arguments, convert
-from insum_nn.formats.base import IndexPart, SparseFormat
-from insum_nn.formats.coo import COO, as_coo
-from insum_nn.formats.grouped import GroupedFormat, keys_and_others
+from insum_nn.formats import convert
+from insum_nn.formats.base import IndexPart
+from insum_nn.formats.coo import COO
+from insum_nn.formats.grouped import Entries, GroupedFormat
 
 __all__ = ["ELL"]
 
@@ -53,49 +53,9 @@ class ELL(GroupedFormat):
     value_axes = "mq"
     _index_fields = ("indices",)
 
-    # Builders.
-
     @classmethod
-    def from_coo(
-        cls,
-        indices: SparseFormat | Tensor | Sequence[Tensor],
-        values: Tensor | None = None,
-        shape: Sequence[int] | None = None,
-        *,
-        group_dim: int = 0,
-        width: int | None = None,
-        coalesce: bool = True,
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Lay out coordinates and values, or the entries of another format, with equal slots per row.
-
-        Args:
-            indices: (d, p), or d tensors (p,), int32 or int64; or any format of this package.
-            values: (p,); differentiable. Left out with a format.
-            shape: d extents. Left out with a format.
-            group_dim: The dimension whose index is the position.
-            width: Slots per row, `q`; default the largest occupancy.
-            coalesce: Sum duplicates and sort inside rows. Otherwise duplicates keep a slot each, in their order.
-            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
-
-        Returns:
-            An ELL with proven indices.
-
-        Raises:
-            InsumFormatError: a row has more than `width` entries.
-            InsumRangeError: an index lies outside `shape`.
-            InsumShapeError: lengths disagree, or `group_dim` is no dimension.
-            InsumDtypeError: indices are not int32 or int64.
-
-        >>> ELL.from_coo(torch.tensor([[1, 1], [0, 2]]), torch.ones(2), (2, 3), width=3).col.tolist()
-        [[-1, -1, -1], [0, 2, -1]]
-        """
-        coo = as_coo(indices, values, shape, f"{cls.__name__}.from_coo", coalesce=coalesce)
-        return cls._lay_out(coo, group_dim, width, arguments.choose_index_dtype(coo.shape, index_dtype))
-
-    @classmethod
-    def _lay_out(cls, coo: COO, group_dim: int, width: int | None, dtype: torch.dtype) -> Self:
-        dim, keys, others, values = keys_and_others(coo, group_dim)
+    def _lay_out(cls, coo: COO, dim: int, entries: Entries, dtype: torch.dtype, width: int | None = None) -> Self:
+        keys, others, values = entries
         _, counts = torch.unique_consecutive(keys, return_counts=True)
         needed = int(counts.max()) if coo.nnz else 0
         if width is not None and (width < needed or width < 0):
@@ -139,7 +99,7 @@ class ELL(GroupedFormat):
         Raises:
             InsumShapeError: `dims` is no permutation.
         """
-        return self._lay_out(self._permuted_entries(dims), self.group_dim, None, self.index_dtype)
+        return self._permuted(dims)
 
     # Pieces.
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts
-from insum_nn.formats import arguments, convert
-from insum_nn.formats.base import IndexPart, SparseFormat, dim_field, dim_name
-from insum_nn.formats.coo import COO, as_coo
+from insum_nn.formats import convert
+from insum_nn.formats.base import IndexPart, dim_field, dim_name
+from insum_nn.formats.coo import COO
 from insum_nn.formats.group_size import GroupSize
-from insum_nn.formats.grouped import GroupedFormat, keys_and_others
+from insum_nn.formats.grouped import Entries, GroupedFormat
 
 __all__ = ["GroupCOO"]
 
@@ -55,53 +55,9 @@ class GroupCOO(GroupedFormat):
     value_axes = "gq"
     _index_fields = ("group_index", "indices")
 
-    # Builders.
-
     @classmethod
-    def from_coo(
-        cls,
-        indices: SparseFormat | Tensor | Sequence[Tensor],
-        values: Tensor | None = None,
-        shape: Sequence[int] | None = None,
-        *,
-        group_dim: int = 0,
-        group_size: GroupSize = "auto",
-        coalesce: bool = True,
-        index_dtype: torch.dtype | None = None,
-    ) -> Self:
-        """Group coordinates and values, or the entries of another format.
-
-        Memory goes with entries and slots; empty rows cost nothing.
-
-        Args:
-            indices: (d, p), or d tensors (p,), int32 or int64; or any format of this package.
-            values: (p,); differentiable. Left out with a format.
-            shape: d extents. Left out with a format.
-            group_dim: The grouped dimension.
-            group_size: Slots per group, or `"auto"`: the rule of `choose_group_size`.
-            coalesce: Sum duplicates and sort inside groups. Otherwise duplicates keep a slot each, and entries of
-                a group keep their order.
-            index_dtype: torch.int32 or torch.int64; default int32 where every extent fits.
-
-        Returns:
-            A GroupCOO with ascending groups and proven indices.
-
-        Raises:
-            InsumRangeError: an index lies outside `shape`.
-            InsumShapeError: lengths disagree, or `group_dim` is no dimension.
-            InsumFormatError: `group_size` is below 1.
-            InsumDtypeError: indices are not int32 or int64.
-
-        >>> GroupCOO.from_coo(COO.from_dense(torch.ones(2, 3)), group_dim=1, group_size=2).col.tolist()
-        [0, 1, 2]
-        """
-        coo = as_coo(indices, values, shape, f"{cls.__name__}.from_coo", coalesce=coalesce)
-        return cls._group(coo, group_dim, group_size, arguments.choose_index_dtype(coo.shape, index_dtype))
-
-    @classmethod
-    def _group(cls, coo: COO, group_dim: int, group_size: GroupSize, dtype: torch.dtype) -> Self:
-        dim, keys, others, values = keys_and_others(coo, group_dim)
-        groups = convert.group_entries(keys, others, values, group_size, dtype)
+    def _lay_out(cls, coo: COO, dim: int, entries: Entries, dtype: torch.dtype, group_size: GroupSize = "auto") -> Self:
+        groups = convert.group_entries(*entries, group_size, dtype)
         grouped = cls(coo.shape, dim, groups.keys, groups.indices, groups.values, groups.facts, coo.coalesced)
         return grouped._guaranteed()
 
@@ -139,9 +95,7 @@ class GroupCOO(GroupedFormat):
         Raises:
             InsumShapeError: `dims` is no permutation.
         """
-        permuted = self._permuted_entries(dims)
-        size = self.group_size if group_size is None else group_size
-        return self._group(permuted, self.group_dim, max(1, size) if isinstance(size, int) else size, self.index_dtype)
+        return self._permuted(dims, group_size=max(1, self.group_size) if group_size is None else group_size)
 
     # Pieces.
 

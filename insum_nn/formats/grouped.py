@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts
@@ -13,7 +15,10 @@ from insum_nn.formats import arguments, checks, convert
 from insum_nn.formats.base import IndexPart, RowsAndColumns, dim_field, dim_name
 from insum_nn.formats.coo import COO, ThroughCOO
 
-__all__ = ["GroupedFormat", "keys_and_others"]
+__all__ = ["Entries", "GroupedFormat"]
+
+Entries = tuple[Tensor, list[Tensor], Tensor]
+"""Indices along the grouped dimension, ascending, those of the other ones, and values."""
 
 
 class GroupedFormat(ThroughCOO, RowsAndColumns):
@@ -27,6 +32,20 @@ class GroupedFormat(ThroughCOO, RowsAndColumns):
 
     group_dim: int
     indices: tuple[Tensor, ...]
+
+    _lay_out: ClassVar[Callable[..., Any]]
+    """Stores the entries of a COO, sorted by a dimension, with indices of a dtype."""
+
+    @classmethod
+    def _of(cls, coo: COO, index_dtype: torch.dtype | None, *, group_dim: int = 0, **layout: Any) -> Self:
+        dtype, (dim,) = (
+            arguments.choose_index_dtype(coo.shape, index_dtype),
+            arguments.check_dims((group_dim,), coo.ndim, "group_dim"),
+        )
+        others = [index for other, index in enumerate(coo.indices) if other != dim]
+        ordered = bool(coo.index_facts) and coo.index_facts[dim].sorted
+        entries = convert.sort_by_key(coo.indices[dim], others, coo.values, ordered=ordered)
+        return cls._lay_out(coo, dim, entries, dtype, **layout)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "indices", tuple(self.indices))
@@ -65,10 +84,11 @@ class GroupedFormat(ThroughCOO, RowsAndColumns):
         facts = tuple(grouped if dim == self.group_dim else plain for dim in range(self.ndim))
         return COO(self.shape, tuple(indices), values, facts, self.coalesced and self.group_dim == 0)
 
-    def _permuted_entries(self, dims: Sequence[int] | None) -> COO:
-        """Return entries with permuted dimensions, sorted again: distinct where this format's are."""
+    def _permuted(self, dims: Sequence[int] | None, **layout: Any) -> Self:
+        """Lay out the entries with permuted dimensions: distinct where this format's are."""
         permuted = self.entries().transpose(dims)
-        return replace(permuted, coalesced=True) if self.coalesced else permuted
+        own = replace(permuted, coalesced=True) if self.coalesced else permuted
+        return self._of(own, self.index_dtype, group_dim=self.group_dim, **layout)
 
     def _other_parts(self) -> Iterator[IndexPart]:
         for place, (dim, index) in enumerate(zip(self.other_dims, self.indices, strict=True)):
@@ -99,11 +119,3 @@ class GroupedFormat(ThroughCOO, RowsAndColumns):
 
     def _repr_parts(self) -> list[str]:
         return [] if self.ndim == 2 and self.group_dim == 0 else [f"group_dim={self.group_dim}"]
-
-
-def keys_and_others(coo: COO, group_dim: int) -> tuple[int, Tensor, list[Tensor], Tensor]:
-    """Return entries sorted by one dimension: the dimension from 0, its indices, the other indices, and the values."""
-    (dim,) = arguments.check_dims((group_dim,), coo.ndim, "group_dim")
-    others = [index for other, index in enumerate(coo.indices) if other != dim]
-    ordered = bool(coo.index_facts) and coo.index_facts[dim].sorted
-    return dim, *convert.sort_by_key(coo.indices[dim], others, coo.values, ordered=ordered)
