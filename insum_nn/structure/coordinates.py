@@ -40,7 +40,7 @@ class Coordinates:
     """Distinct sites of a batch of grids.
 
     The constructor checks rank, dtype and shape; `prove` reads the values once. Keys are sorted on the device of
-    `indices` at the first look-up and kept.
+    `indices` when they are first asked for, and kept.
 
     Attributes:
         indices: (n, 1 + d), int32 or int64: the batch entry, then d coordinates.
@@ -49,8 +49,8 @@ class Coordinates:
         origin: the tensor that `indices` is a copy of, for `describes`.
 
     >>> sites = Coordinates(torch.tensor([[0, 2], [0, 0], [1, 1]]), (3,), 2)
-    >>> sites.find([torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])]).tolist()
-    [1, -1, 2]
+    >>> sites.prove().extents
+    (2, 3)
     """
 
     indices: Tensor
@@ -229,17 +229,6 @@ class Coordinates:
         if marks[1] == 1:
             raise _duplicate(self)
 
-    def find(self, columns: Sequence[Tensor]) -> Tensor:
-        """Return the row of each site that is looked up, or -1.
-
-        Args:
-            columns: 1 + d int64 tensors of one shape; every value lies inside its extent.
-
-        Returns:
-            int64, of that shape.
-        """
-        return self._keys.find(columns)
-
     @property
     def cells(self) -> Tensor:
         """(n,) int64: each site's place in the dense grid (batch, x_1, .., x_d), read row by row.
@@ -296,14 +285,6 @@ class SiteKeys:
         """0-d bool: whether a key stands again."""
         return (self.keys[1:] == self.keys[:-1]).any()
 
-    def find(self, columns: Sequence[Tensor]) -> Tensor:
-        """See `Coordinates.find`."""
-        if self.keys.shape[0] == 0:
-            return torch.full_like(columns[0], -1)
-        # What has no number is negative, which no key is.
-        at = _place(self.keys, self.numbers.again(columns).to(self.keys.dtype))
-        return torch.where(at >= 0, self.order[at.clamp(min=0)], -1)
-
 
 def spans_of(extents: Sequence[int], reach: int = _MARGIN) -> tuple[int, ...]:
     """Return cells of each axis with a margin after every one but the first, for steps of up to `reach`.
@@ -330,12 +311,6 @@ def _number(indices: Tensor, spans: Sequence[int]) -> Tensor:
     for extent, column in zip(spans[1:], columns, strict=True):
         key = torch.add(column, key, alpha=extent)
     return key
-
-
-def _place(known: Tensor, wanted: Tensor) -> Tensor:
-    """Return where each of `wanted` stands in the sorted `known`, or -1."""
-    at = torch.searchsorted(known, wanted.contiguous()).clamp_(max=known.shape[0] - 1)
-    return torch.where(known[at] == wanted, at, -1)
 
 
 def unique_sites(columns: Sequence[Tensor], extents: Sequence[int]) -> tuple[tuple[Tensor, ...], Tensor]:

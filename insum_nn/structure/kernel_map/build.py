@@ -18,11 +18,7 @@ from insum_nn.structure.coordinates import Coordinates, unique_sites
 from insum_nn.structure.kernel_map.device_kernels import reached_map, submanifold_table
 from insum_nn.structure.kernel_map.geometry import Geometry, MapKind, output_shape
 from insum_nn.structure.kernel_map.kernel_map import KernelMap
-from insum_nn.structure.kernel_map.search import (
-    Neighbours,
-    reached_neighbours,
-    submanifold_neighbours,
-)
+from insum_nn.structure.kernel_map.search import Neighbours, reached_neighbours, submanifold_neighbours
 from insum_nn.structure.kernel_map.tables import (
     MOST_ENTRIES,
     Groups,
@@ -40,8 +36,6 @@ __all__ = ["build_kernel_map"]
 
 # Candidates (offset, voxel) looked at together: bounds the memory of building, not the size of a map.
 _CANDIDATES = 1 << 21
-# Offsets, rows and landing columns of voxels under kernel cells.
-_Landed = tuple[Tensor, Tensor, list[Tensor]]
 
 
 def build_kernel_map(
@@ -60,8 +54,8 @@ def build_kernel_map(
         proven: `inputs` is known to be in range and without repetition; else it is checked here, by one reading. Under
             `torch.compile` it must be.
         by_table: make the table now, and the pairs when they are asked for; else the other way. Default: as the
-            device's convolutions need it, the table on a GPU. Where the table would be very large, or the grid has
-            more cells than a key can number, pairs come first in any case.
+            device's convolutions need it, the table on a GPU. Where the table would be very large, and of a strided
+            kernel where the grid has more cells than a key can number, pairs come first in any case.
 
     Returns:
         A map on the device of `inputs`. Output rows are `inputs` themselves for `"subm"`, else every voxel that is
@@ -129,13 +123,14 @@ def _build(
             return near
     if answer is not None:
         inputs.raise_faults(answer())
-    if geometry.is_pointwise:
-        # Every row meets itself.
-        outputs = inputs if subm else _with_shape(inputs, shape)
-        rows = torch.arange(inputs.num_sites, dtype=torch.int32, device=inputs.device)
-        return _of_neighbours(inputs, geometry, Neighbours(outputs, rows[None], None), by_table and small)
-    outputs, pairs = (inputs, _submanifold_pairs(inputs, geometry)) if subm else _reached_pairs(inputs, geometry, shape)
-    return KernelMap.of_groups(inputs, outputs, geometry, group_pairs(pairs, geometry.volume))
+    run = max(1, _CANDIDATES // max(1, inputs.num_sites))
+    if not subm and not geometry.is_pointwise:
+        outputs, pairs = _reached_pairs(inputs, geometry, shape, run)
+        return KernelMap.of_groups(inputs, outputs, geometry, group_pairs(pairs, geometry.volume))
+    _, near = map_in_graph(inputs.indices, inputs.extents, geometry, shape, run)
+    same = shape == inputs.spatial_shape
+    outputs = inputs if same else Coordinates(inputs.indices, shape, inputs.batch_size)
+    return _of_neighbours(inputs, geometry, Neighbours(outputs, near.int(), None), by_table and small)
 
 
 def _of_neighbours(inputs: Coordinates, geometry: Geometry, found: Neighbours, by_table: bool) -> KernelMap:
@@ -144,37 +139,16 @@ def _of_neighbours(inputs: Coordinates, geometry: Geometry, found: Neighbours, b
     return KernelMap.of_groups(inputs, found.outputs, geometry, groups_of_table(found.by_rows))
 
 
-def _with_shape(sites: Coordinates, shape: tuple[int, ...]) -> Coordinates:
-    """Return the same sites in a grid of another shape."""
-    return sites if shape == sites.spatial_shape else Coordinates(sites.indices, shape, sites.batch_size)
-
-
-def _candidates(sites: Coordinates, geometry: Geometry, shape: Sequence[int]) -> list[_Landed]:
-    """Return (offset, row, landing columns) of all voxels and cells that land inside, by ascending (offset, row)."""
-    found: list[_Landed] = []
-    run = max(1, _CANDIDATES // max(1, sites.num_sites))
-    for begin in range(0, geometry.volume, run):
-        cells = torch.arange(begin, min(begin + run, geometry.volume), device=sites.device)[:, None]
+def _reached_pairs(
+    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], run: int
+) -> tuple[Coordinates, Pairs]:
+    """Return the voxels that are reached, and the pairs, of `run` kernel cells at a time."""
+    found: list[tuple[Tensor, ...]] = []
+    for cells in torch.arange(geometry.volume, device=sites.device)[:, None].split(run):
         places, inside = landings(sites.columns, shape, geometry, cells)
         cell, row = inside.nonzero(as_tuple=True)
-        found.append((cell + begin, row, [place.expand(inside.shape)[cell, row] for place in places]))
-    return found
-
-
-def _submanifold_pairs(sites: Coordinates, geometry: Geometry) -> Pairs:
-    parts: list[Pairs] = []
-    for offset, output, columns in _candidates(sites, geometry, sites.spatial_shape):
-        source = sites.find(columns)
-        hit = (source >= 0).nonzero().squeeze(1)
-        parts.append(Pairs(offset[hit], output[hit], source[hit]))
-    return Pairs(*(torch.cat([getattr(part, name) for part in parts]) for name in ("offset", "output", "input")))
-
-
-def _reached_pairs(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> tuple[Coordinates, Pairs]:
-    found = _candidates(sites, geometry, shape)
-    offset = torch.cat([part[0] for part in found])
-    source = torch.cat([part[1] for part in found])
-    columns = [torch.cat([part[2][axis] for part in found]) for axis in range(sites.ndim + 1)]
+        found.append((cells[cell, 0], row, *(place.expand(inside.shape)[cell, row] for place in places)))
+    offset, source, *columns = [torch.cat(parts) for parts in zip(*found, strict=True)]
     reached, place = unique_sites(columns, (sites.batch_size, *shape))
     outputs = Coordinates(torch.stack(reached, dim=1).to(sites.indices.dtype), shape, sites.batch_size)
     # An offset sends each input to an output of its own, so (offset, output) tells all pairs apart.

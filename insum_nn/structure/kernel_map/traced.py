@@ -1,11 +1,12 @@
-"""Kernel maps in graphs that torch traces: torch's own operations, whose sizes are known but for voxels and pairs.
+"""Kernel maps of any size: torch's own operations, whose sizes are known but for voxels and pairs, also to tracers.
 
     keys = sort(number of each voxel)
     near[o, v] = the row that stands at keys where searchsorted finds the neighbour of v under kernel cell o, or -1
     pairs = nonzero(near >= 0), in groups of 128; there are at most min(pairs, pairs // 128 + offsets)
 
 Nothing is kept between calls and nothing is read by the host. A graph is for all clouds, so there is one way: by
-search, whatever the grid's size. Pairs are written as where they stand among the slots of groups, a tensor of their
+search, whatever the grid's size; outside of graphs it serves where grids or tables are too large for the faster ways.
+Pairs are written as where they stand among the slots of groups, a tensor of their
 number, which is how a tracer comes to know that number.
 """
 
@@ -46,7 +47,7 @@ class TracedGroups(NamedTuple):
 
 
 def map_in_graph(
-    indices: Tensor, extents: Sequence[int], geometry: Geometry, shape: Sequence[int]
+    indices: Tensor, extents: Sequence[int], geometry: Geometry, shape: Sequence[int], run: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of a kernel map, and who meets whom.
 
@@ -55,6 +56,7 @@ def map_in_graph(
         extents: the batch size, then the grid's shape.
         geometry: the kernel's movement.
         shape: the output's grid.
+        run: kernel cells of a submanifold map that are searched at a time, to bound memory; default: all.
 
     Returns:
         (m, 1 + d) the outputs, in lexicographic order unless they are the inputs; and (o, m) int64: the input row that
@@ -64,19 +66,22 @@ def map_in_graph(
     if geometry.is_pointwise:
         return indices, torch.arange(indices.shape[0], device=indices.device)[None]
     if geometry.kind == "subm":
-        return indices, _neighbours(columns, extents, geometry)
+        return indices, _neighbours(columns, extents, geometry, run or geometry.volume)
     return _reached(indices, columns, (extents[0], *shape), geometry)
 
 
-def _neighbours(columns: Sequence[Tensor], extents: Sequence[int], geometry: Geometry) -> Tensor:
+def _neighbours(columns: Sequence[Tensor], extents: Sequence[int], geometry: Geometry, run: int) -> Tensor:
     """Return (o, n) the row of each voxel's neighbours."""
     numbers = CellNumbers(extents)
     keys, order = numbers.of(columns).sort(stable=True)
-    places, inside = landings(columns, extents[1:], geometry, _every_cell(geometry, columns[0]))
-    at, found = find_numbers(keys, numbers.again(places, inside))
     # What is not found has the place of no row.
     rows = torch.cat([order, order.new_full((1,), -1)])
-    return torch.where(found, rows[at], -1)
+    near: list[Tensor] = []
+    for cells in _every_cell(geometry, columns[0]).split(run):
+        places, inside = landings(columns, extents[1:], geometry, cells)
+        at, found = find_numbers(keys, numbers.again(places, inside))
+        near.append(torch.where(found, rows[at], -1))
+    return torch.cat(near)
 
 
 def _reached(
