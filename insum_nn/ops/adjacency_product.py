@@ -54,8 +54,7 @@ def adjacency_product(
             details=[f"x is on {x.device}, the adjacency on {value.device}"],
             fix=f"move its tensors to '{x.device}', or build it from an edge_index that is there.",
         )
-    if nodes != (rows := adjacency.num_nodes):
-        check_square(rows, rows, nodes)
+    check_square(adjacency.num_nodes, nodes)
     if under_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64:
         x = to_autocast(x)
     else:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ Loops = Literal["none", "remaining", "replaced"]
 Flow = Literal["source_to_target", "target_to_source"]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class GraphEntries:
+class GraphEntries(NamedTuple):
     """The entries of the matrix that carries features along the edges of a graph.
 
         Out[Row[p],n] += Weight[p] * X[Col[p],n]
@@ -36,17 +34,13 @@ class GraphEntries:
     Attributes:
         row: (p,) int32 or int64: the node that receives.
         col: (p,) of the same dtype: the node that sends.
-        edge: (p,) int32 or int64: which edge's weight an entry has; `num_edges` for a self-loop of its own, whose
-            weight is the fill value. `None`: entry `p` has the weight of edge `p`.
-        num_nodes: nodes.
-        num_edges: edges of the graph, which is how many weights there are.
+        edge: (p,) int32 or int64: which edge's weight an entry has; the number of edges for a self-loop of its own,
+            whose weight is the fill value. `None`: entry `p` has the weight of edge `p`.
     """
 
     row: Tensor
     col: Tensor
     edge: Tensor | None
-    num_nodes: int
-    num_edges: int
 
 
 def check_edge_index(edge_index: Tensor, num_nodes: int, *, values: bool = True) -> None:
@@ -115,19 +109,19 @@ def check_edge_weight(edge_weight: Tensor, num_edges: int, *, normalized: bool =
     return edge_weight
 
 
-def check_square(rows: int | None, cols: int | None, num_nodes: int) -> None:
-    """Raise unless an adjacency has a row and a column per node, as far as its extents are known.
+def check_square(rows: int, num_nodes: int) -> None:
+    """Raise unless a square adjacency has a row per node.
 
     Raises:
         InsumShapeError: it has others.
     """
-    if (rows is not None and rows != num_nodes) or (cols is not None and cols != num_nodes):
+    if rows != num_nodes:
         raise InsumShapeError(
             "the adjacency does not fit the node features",
-            details=[f"expected ({num_nodes}, {num_nodes}), a row and a column per node; got ({rows}, {cols})"],
+            details=[f"expected ({num_nodes}, {num_nodes}), a row and a column per node; got ({rows}, {rows})"],
             fix="pass one row of features per node of the graph.",
             expected=num_nodes,
-            got=(rows, cols),
+            got=(rows, rows),
         )
 
 
@@ -179,7 +173,7 @@ def edge_entries(
     sends, receives = edge_index.unbind(0)
     if flow == "target_to_source":
         sends, receives = receives, sends
-    return GraphEntries(receives, sends, edge, num_nodes, num_edges)
+    return GraphEntries(receives, sends, edge)
 
 
 def _last_loops(edge_index: Tensor, is_loop: Tensor, num_nodes: int) -> Tensor:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from insum_nn.errors import InsumFormatError, InsumNameError
+from insum_nn.errors import InsumNameError
 from insum_nn.layers.voxel.base import SparseModule, StatementModule
 from insum_nn.layers.voxel.on_features import SparseBatchNorm, SparseReLU, SparseSyncBatchNorm, on_features
-from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, sparse_add
+from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_same_voxels, sparse_add
 from insum_nn.ops.sparse_pool import SPARSE_SUM, SPARSE_TO_DENSE
 
 __all__ = [
@@ -132,21 +134,6 @@ class SparseIdentity(nn.Identity):
     """`nn.Identity` for sparse and dense tensors."""
 
 
-def _aligned(tensors: Sequence[SparseConvTensor], owner: str) -> SparseConvTensor:
-    """Return the first of tensors over the same voxels."""
-    first = tensors[0]
-    for other in tensors[1:]:
-        same = other.spatial_shape == first.spatial_shape and other.batch_size == first.batch_size
-        same = same and (other.indices is first.indices or torch.equal(other.indices, first.indices))
-        if not same:
-            raise InsumFormatError(
-                f"{owner} needs tensors over the same voxels",
-                details=[f"{first.indices.shape[0]} and {other.indices.shape[0]} voxels"],
-                fix="use AddTableMisaligned or sparse_add, which merge voxels.",
-            )
-    return first
-
-
 class _Table(SparseModule):
     """Base of modules over several tensors, which keep the grid."""
 
@@ -162,7 +149,8 @@ class JoinTable(_Table):
 
     def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
         """Join."""
-        return _aligned(input, "JoinTable").replace_feature(torch.cat([x.features for x in input], dim=1))
+        check_same_voxels("JoinTable", input)
+        return input[0].replace_feature(torch.cat([x.features for x in input], dim=1))
 
 
 class AddTable(_Table):
@@ -170,10 +158,8 @@ class AddTable(_Table):
 
     def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
         """Add."""
-        total = input[0].features
-        for other in input[1:]:
-            total = total + other.features
-        return _aligned(input, "AddTable").replace_feature(total)
+        check_same_voxels("AddTable", input)
+        return input[0].replace_feature(reduce(operator.add, [x.features for x in input]))
 
 
 class AddTableMisaligned(_Table, StatementModule):

@@ -15,7 +15,7 @@ from insum_nn.ops.sparse_pool import sparse_sum, sparse_to_dense
 from insum_nn.structure.coordinates import Coordinates, check_indices
 from insum_nn.structure.kernel_map import Geometry, KernelMap, build_kernel_map
 
-__all__ = ["CUDAKernelTimer", "SparseConvTensor", "check_untraced", "sparse_add"]
+__all__ = ["CUDAKernelTimer", "SparseConvTensor", "check_same_voxels", "check_untraced", "sparse_add"]
 
 
 class CUDAKernelTimer:
@@ -327,23 +327,31 @@ class SparseConvTensor:
             return self.replace_feature(features)
         return self._derive(features, self.indices.to(features.device), self.spatial_shape, {})
 
-    def _other_features(self, other: SparseConvTensor | Tensor) -> Tensor:
-        if isinstance(other, Tensor):
-            return other
-        same = other.indices is self.indices or torch.equal(other.indices, self.indices)
-        if not same or other.spatial_shape != self.spatial_shape:
-            raise InsumFormatError(
-                "two sparse tensors with different voxels cannot be added row by row",
-                details=[f"{self.indices.shape[0]} and {other.indices.shape[0]} voxels"],
-                fix="use sparse_add(a, b), which merges their voxels.",
-            )
-        return other.features
-
     def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
-        return self.replace_feature(self._features + self._other_features(other))
+        if not isinstance(other, Tensor):
+            check_same_voxels("'+'", [self, other])
+            other = other.features
+        return self.replace_feature(self._features + other)
 
     __radd__ = __add__
     __iadd__ = __add__
+
+
+def check_same_voxels(owner: str, tensors: Sequence[SparseConvTensor]) -> None:
+    """Raise unless all tensors are over the same voxels, in one order.
+
+    Raises:
+        InsumFormatError: they are not.
+    """
+    first = tensors[0]
+    for other in tensors[1:]:
+        same = other.spatial_shape == first.spatial_shape and other.batch_size == first.batch_size
+        if not same or not (other.indices is first.indices or torch.equal(other.indices, first.indices)):
+            raise InsumFormatError(
+                f"{owner} needs tensors over the same voxels",
+                details=[f"{first.indices.shape[0]} and {other.indices.shape[0]} voxels"],
+                fix="use sparse_add(a, b) or AddTableMisaligned, which merge voxels.",
+            )
 
 
 def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
