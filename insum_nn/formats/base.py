@@ -148,8 +148,7 @@ class SparseFormat(Verifiable):
         if kept is not None and kept[0] is self._verified:
             return kept[1]
         parts = self.index_parts
-        claims = self.index_facts or (UNKNOWN,) * len(parts)
-        facts = NamedFacts((part.name, fact) for part, fact in zip(parts, claims, strict=True))
+        facts = NamedFacts((part.name, fact) for part, fact in zip(parts, self._claims, strict=True))
         # In ELL one dimension has no index tensor: the position is the index.
         if self.coalesced and len(parts) == self.ndim > 1:
             first, *others = facts
@@ -290,7 +289,7 @@ class SparseFormat(Verifiable):
 
     def _proven(self) -> bool:
         """Return whether the facts say that every index was checked to lie inside."""
-        return bool(self.index_facts) and all(facts.proven for facts in self.index_facts)
+        return all(facts.proven for facts in self._claims)
 
     def _fixed_extents(self) -> dict[str, int]:
         """Return extents of axis letters that the shape decides."""

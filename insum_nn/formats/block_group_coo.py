@@ -73,8 +73,7 @@ class BlockGroupCOO(BlockFormat):
 
     def _blocks(self) -> BlockCOO:
         row, (col,), values = convert.used_slots(self.row, [self.col], self.values, full=self._full())
-        ordered = bool(self.index_facts) and self.index_facts[0].sorted
-        facts = entry_facts(2, ordered=ordered, proven=self._proven())
+        facts = entry_facts(2, ordered=self._claims[0].sorted, proven=self._proven())
         return BlockCOO(self.shape, self.block_shape, row, col, values, facts, self.coalesced)
 
     def transpose(self, *, group_size: GroupSize | None = None) -> Self:
@@ -90,9 +89,6 @@ class BlockGroupCOO(BlockFormat):
         return self._of(self.blocks().transpose(), self.index_dtype, group_size=size)
 
     # Pieces.
-
-    def _full(self) -> bool:
-        return bool(self.index_facts) and self.index_facts[1].masked is False
 
     def _repr_parts(self) -> list[str]:
         return [f"block_shape={self.block_shape}", f"num_groups={self.num_groups}", f"group_size={self.group_size}"]

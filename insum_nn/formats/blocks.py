@@ -387,8 +387,7 @@ class BlockCOO(BlockFormat):
     def occupancy(self) -> Tensor:
         """Return the number of blocks in each block row that has any, (n,) int64, in ascending order of rows."""
         self._verify()
-        ordered = bool(self.index_facts) and self.index_facts[0].sorted
-        rows = self.row if ordered else self.row.sort().values
+        rows = self.row if self._claims[0].sorted else self.row.sort().values
         return torch.unique_consecutive(rows, return_counts=True)[1]
 
     # Conversions.

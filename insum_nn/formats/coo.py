@@ -221,8 +221,7 @@ class COO(RowsAndColumns):
         """
         (dim,) = arguments.check_dims((dim,), self.ndim, "occupancy")
         self._verify()
-        ordered = self._known_sorted(dim)
-        keys = self.indices[dim] if ordered else self.indices[dim].sort().values
+        keys = self.indices[dim] if self._claims[dim].sorted else self.indices[dim].sort().values
         return torch.unique_consecutive(keys, return_counts=True)[1]
 
     # Conversions.
@@ -362,9 +361,6 @@ class COO(RowsAndColumns):
 
     def _repr_parts(self) -> list[str]:
         return [f"nnz={self.nnz}", *(["coalesced=True"] if self.coalesced else [])]
-
-    def _known_sorted(self, dim: int) -> bool:
-        return bool(self.index_facts) and self.index_facts[dim].sorted
 
 
 class ThroughCOO(SparseFormat):

@@ -106,7 +106,7 @@ class GroupCOO(GroupedFormat):
         return self.group_index
 
     def _has_ascending_keys(self) -> bool:
-        return bool(self.index_facts) and self.index_facts[0].sorted
+        return self._claims[0].sorted
 
     def _repr_parts(self) -> list[str]:
         return [*super()._repr_parts(), f"num_groups={self.num_groups}", f"group_size={self.group_size}"]

@@ -43,8 +43,7 @@ class GroupedFormat(ThroughCOO, RowsAndColumns):
             arguments.check_dims((group_dim,), coo.ndim, "group_dim"),
         )
         others = [index for other, index in enumerate(coo.indices) if other != dim]
-        ordered = bool(coo.index_facts) and coo.index_facts[dim].sorted
-        entries = convert.sort_by_key(coo.indices[dim], others, coo.values, ordered=ordered)
+        entries = convert.sort_by_key(coo.indices[dim], others, coo.values, ordered=coo._claims[dim].sorted)
         return cls._lay_out(coo, dim, entries, dtype, **layout)
 
     def __post_init__(self) -> None:
@@ -98,10 +97,6 @@ class GroupedFormat(ThroughCOO, RowsAndColumns):
     def _ordered_indices(self) -> tuple[Tensor, ...]:
         coo = self._entries()
         return (coo.indices[self.group_dim], *(coo.indices[dim] for dim in self.other_dims))
-
-    def _full(self) -> bool:
-        """Return whether the facts say that every slot is used."""
-        return bool(self.index_facts) and self.index_facts[-1].masked is False
 
     def _shape_faults(self) -> list[checks.Fault]:
         shape, dim, count = self.shape, self.group_dim, len(self.indices)

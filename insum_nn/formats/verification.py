@@ -166,6 +166,15 @@ class Verifiable(ABC):
             object.__setattr__(self, "_shared", shared)
         return shared
 
+    @property
+    def _claims(self) -> tuple[IndexFacts, ...]:
+        """Facts of each index tensor, where nothing is known too."""
+        return self.index_facts or (UNKNOWN,) * len(self.index_parts)
+
+    def _full(self) -> bool:
+        """Return whether the facts say that every slot is used."""
+        return self._claims[-1].masked is False
+
     # When facts hold.
 
     def _own_versions(self) -> None:
@@ -238,7 +247,7 @@ class Verifiable(ABC):
             self._keep(_measure(self.index_parts)[0], claimed=True)
 
     def _keep(self, measured: Sequence[_Measured], *, claimed: bool) -> None:
-        claims = self.index_facts if claimed and self.index_facts else (UNKNOWN,) * len(measured)
+        claims = self._claims if claimed else (UNKNOWN,) * len(measured)
         facts = tuple(
             replace(
                 read.facts,
@@ -273,7 +282,7 @@ class Verifiable(ABC):
     def _index_faults(self, *, claims: bool) -> list[Fault]:
         """Return entries outside of the axes that they select along; facts that are claimed and do not hold."""
         found: list[Fault | None] = []
-        known = self.index_facts if claims and self.index_facts else (UNKNOWN,) * len(self.index_parts)
+        known = self._claims if claims else (UNKNOWN,) * len(self.index_parts)
         named = {part.name: part.tensor for part in self.index_parts}
         for part, facts in zip(self.index_parts, known, strict=True):
             extent = self.grid_shape[part.dim]

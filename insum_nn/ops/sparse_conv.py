@@ -194,7 +194,8 @@ def _values(features: Tensor, weight: Tensor, groups: int, *, pointwise: bool) -
 def _check(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int) -> None:
     if kernel_map is not None and _fit(features, weight, kernel_map, bias, groups):
         return
-    check_features("sparse_conv", features, *(() if kernel_map is None else (kernel_map.num_inputs, kernel_map.device)))
+    rows, device = (None, None) if kernel_map is None else (kernel_map.num_inputs, kernel_map.device)
+    check_features("sparse_conv", features, rows, device)
     expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
     _check_weight(expression, features, weight, kernel_map, bias, groups)
 

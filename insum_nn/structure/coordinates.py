@@ -168,11 +168,6 @@ class Coordinates:
         self._cache["cells"] = spans, found.cells
         return found
 
-    @property
-    def has_grid(self) -> bool:
-        """Whether `grid` was made and not dropped."""
-        return "grid" in self._cache
-
     def drop_grid(self) -> None:
         """Give the grid's memory back, which may be far more than that of the sites."""
         self._cache.pop("grid", None)
