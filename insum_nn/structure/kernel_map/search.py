@@ -156,8 +156,8 @@ def reached_neighbours(
     # Of what leads nowhere, one for each axis may be added up.
     narrow = most <= _NARROW_CELLS // (1 if whole else 2 + sites.ndim)
     dtype = torch.int32 if narrow else torch.int64
-    found = _codes(sites, geometry, shape, spans, dtype, whole=whole, proven=facts is None)
-    numbered = _sorted(found, cells)
+    code, miss = _codes(sites, geometry, shape, spans, dtype, whole=whole, proven=facts is None)
+    numbered = _sorted(code, bits, miss, cells)
     # The only read of the device.
     count, *limits = (numbered.total if facts is None else torch.cat([numbered.total, facts])).tolist()
     if facts is not None:
@@ -176,20 +176,6 @@ def reached_neighbours(
     known.scatter_(0, numbered.number, numbered.key)
     outputs = Coordinates.of_keys(known[1 : 1 + count], shape, sites.batch_size, sites.indices.dtype)
     return Neighbours(outputs, table[4 : 4 + entries].view(volume, count), None)
-
-
-class _Codes(NamedTuple):
-    """Candidates: where some cell of the kernel takes each voxel.
-
-    Attributes:
-        code: (j, n): the output's key times 2 ** bits, plus the offset; of what leads nowhere, at least `miss`.
-        bits: of offsets.
-        miss: greater than any code, by more than an offset; `None`: every candidate leads to an output.
-    """
-
-    code: Tensor
-    bits: int
-    miss: int | None
 
 
 class _Numbered(NamedTuple):
@@ -225,9 +211,8 @@ def _is_whole(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...]) ->
     return geometry.kind == "transpose" or all(k == s and gap == 1 and x <= m * s for x, m, k, s, gap in parts)
 
 
-def _sorted(found: _Codes, cells: int) -> _Numbered:
+def _sorted(code: Tensor, bits: int, miss: int | None, cells: int) -> _Numbered:
     """Number the outputs by sorting. On a CPU, where reading a count costs no wait, only candidates that reach one."""
-    code, bits, miss = found
     device, flat = code.device, code.view(-1)
     rows = torch.arange(code.shape[1], dtype=torch.int32, device=device).expand(code.shape).reshape(-1)
     if miss is not None and device.type == "cpu":
@@ -257,8 +242,11 @@ def _codes(
     *,
     whole: bool,
     proven: bool,
-) -> _Codes:
+) -> tuple[Tensor, int | None]:
     """Return all places that the kernel takes voxels to.
+
+    The first is (j, n): the output's key times 2 ** bits, plus the offset; of what leads nowhere, at least the second,
+    which is greater than any code, by more than an offset. `None`: every candidate leads to an output.
 
     A step of `stride` along an axis, of a kernel without dilation, meets every stride-th of its cells: the first is the
     remainder of the place. Else all cells are tried.
@@ -311,8 +299,8 @@ def _codes(
         beyond = inside(place, (sites.batch_size, *shape)) != place
         part = part.masked_fill(beyond if outside is None else beyond.logical_or_(outside), miss)
     if longest == 1:
-        return _Codes(part.sum(0, dtype=part.dtype), bits, miss)
+        return part.sum(0, dtype=part.dtype), miss
     code = part[0, :1]
     for axis in range(1, dims):
         code = (code[:, None] + part[axis, : runs[axis]]).flatten(0, 1)
-    return _Codes(code, bits, miss)
+    return code, miss
