@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -73,12 +72,6 @@ def has_hooks(layer: torch.nn.Module) -> bool:
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
-@lru_cache(maxsize=256)
-def _redefines(kind: type, peer: type) -> bool:
-    """Whether a class of layers defines how messages are made, combined or read."""
-    return any(getattr(kind, name) is not getattr(peer, name) for name in _METHODS)
-
-
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value
 
@@ -91,6 +84,8 @@ class PeerLayer(StatementLayer):
     """
 
     _peer: ClassVar[type]
+    # Whether a subclass defines how messages are made, combined or read.
+    _redefined: ClassVar[bool] = False
     options: Options = DEFAULT
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
@@ -103,6 +98,8 @@ class PeerLayer(StatementLayer):
         super().__init_subclass__(**kwargs)
         if cls.__bases__[-1].__module__.startswith("torch_geometric."):
             cls._peer = cls.__bases__[-1]
+        if hasattr(cls, "_peer"):
+            cls._redefined = any(getattr(cls, n, None) is not getattr(cls._peer, n, None) for n in _METHODS)
         # PyTorch Geometric writes generated code over these, unless a class itself has them.
         for name in {"propagate", "edge_updater"} & {*dir(cls)}:
             setattr(cls, name, getattr(cls, name))
@@ -160,13 +157,11 @@ class MessageLayer(PeerLayer, pyg.MessagePassing):
             return True
         if self.decomposed_layers != 1 or "" in self._aggregates(combine) or has_hooks(combine):
             return True
-        if _redefines(type(self), self._peer) or not own.keys().isdisjoint(_METHODS):
-            return True
         # A loop instead of `any`: every call comes here.
-        for name in _HOOKS:
-            if own[name]:
+        for name in (*_METHODS, *_HOOKS):
+            if own.get(name):
                 return True
-        return False
+        return self._redefined
 
     def _aggregates(self, outer: Any) -> list[str]:
         """Return the aggregations whose results are put side by side; an empty name is one of another kind."""
@@ -222,7 +217,7 @@ class Convolution(MessageLayer):
     _aggregations = (*_NAMES, pyg.aggr.MultiAggregation, pyg.aggr.DegreeScalerAggregation)
 
     def _statements(self) -> tuple[str, ...]:
-        texts = _texts((*self._aggregates(self.aggr_module),), self._message, self._columns)
+        texts = _texts(self._aggregates(self.aggr_module), self._message, self._columns)
         return tuple(dict.fromkeys([*([_COUNT] if "Mean" in texts else []), *texts.values()]))
 
     def _of_edges(self, ends: Ends, *edges: Any) -> Message:
@@ -256,7 +251,7 @@ class Convolution(MessageLayer):
         named |= entries if "J[" in message else {"I": entries["I"]}
         found: dict[str, Tensor] = {}
         shape = (nodes, None) if rank == 2 else (nodes, None, None)
-        for step, text in _texts((*names,), message, columns).items():
+        for step, text in _texts(names, message, columns).items():
             read = {**named, "M": found["Mean"]} if step == "Var" else named
             out = run(text, self._facts, read, self.options, shape)
             found[step] = out / self._counts(ends, out) if step in _DIVIDED else out
@@ -288,8 +283,7 @@ class Convolution(MessageLayer):
         return run(_COUNT, FACTS, {"W": weights, "I": ends}, self.options, (nodes,))
 
 
-@lru_cache(maxsize=256)
-def _texts(names: tuple[str, ...], message: str, columns: str) -> dict[str, str]:
+def _texts(names: Sequence[str], message: str, columns: str) -> dict[str, str]:
     """Return the statements that aggregations run, by names."""
     steps = [step for name in names for step in (_DIVIDED if name in ("Var", "Std") else (name,))]
     terms = {"Var": f"({message} - M[I[e],{columns}])**2"}
