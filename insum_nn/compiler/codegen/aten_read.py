@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from insum_nn.compiler.codegen.calls import Call, CallGraph
-from insum_nn.compiler.ir.access import Labels, affine_terms, labels_of, loads_in_order, plain_labels, scattered_axes
+from insum_nn.compiler.ir.access import Labels, affine_terms, labels_of, plain_labels, scattered_axes
 from insum_nn.compiler.ir.build import INITIAL
 from insum_nn.compiler.ir.graph import loops_of, store_of
-from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Kernel, Load, Size
+from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Kernel, Load, Size, walk
 from insum_nn.compiler.options import Options
 from insum_nn.dtypes import is_widened, wide_dtype
 
@@ -95,7 +95,8 @@ class GraphWriter:
             if buffer.name != INITIAL:
                 self.tensors[buffer] = self.graph.argument(buffer)
         shown: dict[Expr, tuple[Buffer, int]] = {}
-        for read in loads_in_order(*target.subscripts, target.value):
+        reads = [node for node in walk(*target.subscripts, target.value) if isinstance(node, Load)]
+        for read in reads:
             for axis, subscript in enumerate(read.subscripts):
                 shown.setdefault(subscript, (read.buffer, axis))
         hidden = [e for s, e in zip(target.subscripts, self.output.shape, strict=True) if not isinstance(s, Index)]

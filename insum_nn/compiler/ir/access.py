@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from insum_nn.compiler.ir.nodes import Buffer, Cast, Const, Expr, Index, Load, Node, Op, Store, walk
@@ -16,7 +16,6 @@ __all__ = [
     "is_index",
     "is_sum",
     "labels_of",
-    "loads_in_order",
     "plain_labels",
     "scattered_axes",
     "steps_of",
@@ -32,20 +31,8 @@ def is_index(buffer: Buffer) -> bool:
 
 
 def labels_of(*exprs: Expr) -> Labels:
-    """Return the indices that values vary with, including those of index tensors, in reading order."""
-    found: dict[str, None] = {}
-
-    def visit(expr: Expr) -> None:
-        if isinstance(expr, Index):
-            found[expr.name] = None
-        for part in expr.subscripts if isinstance(expr, Load) else expr.args if isinstance(expr, Op) else ():
-            visit(part)
-        if isinstance(expr, Cast):
-            visit(expr.value)
-
-    for expr in exprs:
-        visit(expr)
-    return tuple(found)
+    """Return the indices that values vary with, including those of index tensors and conditions, in reading order."""
+    return tuple(dict.fromkeys(node.name for node in walk(*exprs) if isinstance(node, Index)))
 
 
 def affine_terms(subscript: Expr) -> tuple[list[tuple[int, Expr]], int]:
@@ -78,18 +65,6 @@ def scattered_axes(subscripts: Sequence[Expr]) -> tuple[int, ...]:
 def plain_labels(subscripts: Sequence[Expr]) -> Labels:
     """Return the indices of subscripts that are nothing but indices."""
     return tuple(s.name for s in subscripts if isinstance(s, Index))
-
-
-def loads_in_order(*exprs: Expr) -> Iterator[Load]:
-    """Yield every read of a tensor inside of some expressions, outer before inner."""
-    for expr in exprs:
-        if isinstance(expr, Load):
-            yield expr
-            yield from loads_in_order(*expr.subscripts)
-        elif isinstance(expr, Op):
-            yield from loads_in_order(*expr.args)
-        elif isinstance(expr, Cast):
-            yield from loads_in_order(expr.value)
 
 
 def indices_in(*nodes: Node) -> set[Index]:

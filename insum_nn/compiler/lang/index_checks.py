@@ -17,6 +17,7 @@ from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.declared_facts import Origin, is_trusted, verified
+from insum_nn.compiler.lang.limits import INT64_MAX
 from insum_nn.compiler.lang.shapes import interval, overflow
 from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript
 from insum_nn.errors import (
@@ -38,9 +39,6 @@ __all__ = [
     "stats_of",
     "writes_sums",
 ]
-
-
-_INT64_MAX = 2**63 - 1
 
 
 def stats_of(tensor: Tensor, *, again: bool = False) -> Kept:
@@ -182,8 +180,10 @@ def _outside(
         sizes = sizes or dict(zip(layout_of(statement).indices, extents.indices, strict=True))
         below = any(s.low < lowest_entry(promised[name]) for name, s in stats.items())
         bounded = plain or (is_output and not drop_outside)
-        low, high = _hull(subscript, sizes, stats)
-        if not -_INT64_MAX <= low <= high <= _INT64_MAX and all(s.low <= s.high for s in stats.values()):
+        # A term with a missing entry does not contribute.
+        entries = {each: (s.low if plain else max(s.low, 0), s.high) for each, s in stats.items()}
+        low, high = interval(subscript, sizes, entries)
+        if not -INT64_MAX <= low <= high <= INT64_MAX and all(s.low <= s.high for s in stats.values()):
             where = "with the largest entries of its index tensors "
             yield overflow(statement, subscript, low, high, where, "entries or coefficients")
             continue
@@ -205,20 +205,6 @@ def _addressed(statement: Statement) -> tuple[tuple[int, str, int, bool, tuple[s
         for axis, each in enumerate(access.subscripts)
     ]
     return tuple(each for each in found if each[4])
-
-
-def _hull(subscript: Subscript, sizes: Mapping[str, int], stats: Mapping[str, Kept]) -> tuple[int, int]:
-    low, high = interval(subscript, sizes)
-    plain = subscript.indirect is not None
-    for term in subscript.terms:
-        if isinstance(term.atom, Index):
-            continue
-        entry = stats[term.atom.name]
-        # A term with a missing entry does not contribute.
-        smallest = entry.low if plain else max(entry.low, 0)
-        ends = (term.coefficient * smallest, term.coefficient * entry.high)
-        low, high = low + min(ends), high + max(ends)
-    return low, high
 
 
 def _exact(

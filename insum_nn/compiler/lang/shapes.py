@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,17 +48,11 @@ def resolve_extents(
         InsumRangeError: an affine write is out of bounds.
         InsumOverflowError: an extent does not fit the index type that must address it.
     """
-    layout = layout_of(statement)
-    agreed = agreement_of(statement)(tensors, sizes, out_shape)
+    layout, agree = layout_of(statement), agreement_of(statement)
+    agreed = agree(tensors, sizes, out_shape)
     if agreed is not None and (initial is None or _lies_along(initial.shape, agreed.output)):
         return agreed
-    found: dict[str, int] = {}
-    clash = False
-    for name, occurrences in zip(layout.indices, layout.plain, strict=True):
-        for where, axis in occurrences:
-            extent = tensors[where].shape[axis]
-            if found.setdefault(name, extent) != extent:
-                clash = True
+    checked: dict[str, int] = {}
     for name, extent in sizes.items():
         if name not in layout.indices:
             raise InsumShapeError(
@@ -67,23 +62,17 @@ def resolve_extents(
                 fix="drop it, or correct its name.",
                 index=name,
             )
-        spans = [i.span for a in (statement.output, *statement.reads) for i in a.indices() if i.name == name]
-        _check_extent(statement, f"sizes['{name}']", extent, spans)
-        if found.setdefault(name, extent) != extent:
-            clash = True
-    given = _declared_shape(statement, initial, out_shape, found)
-    for name, extent in zip(layout.output_plain, given, strict=True):
-        if name is not None and extent is not None and found.setdefault(name, extent) != extent:
-            clash = True
-    missing = [name for name in layout.indices if name not in found]
-    if clash or missing:
-        raise_collected(_extent_faults(statement, tensors, initial, sizes, out_shape, given, missing))
-    output = tuple(
-        extent if extent is not None else None if name is None else found[name]
-        for name, extent in zip(layout.output_plain, given, strict=True)
-    )
-    shape = _complete_shape(statement, output)
-    return Extents(tuple(found[name] for name in layout.indices), shape)
+        checked[name] = _check_extent(statement, f"sizes['{name}']", extent, _spans(statement, name))
+    given = _declared_shape(statement, initial, out_shape, checked)
+    agreed = agree(tensors, checked, given)
+    if agreed is None:
+        raise_collected(_extent_faults(statement, tensors, initial, sizes, out_shape, given))
+        raise _unknown_axes(statement, given)
+    return agreed
+
+
+def _spans(statement: Statement, index: str) -> list[Span]:
+    return [i.span for access in (statement.output, *statement.reads) for i in access.indices() if i.name == index]
 
 
 def _lies_along(initial: torch.Size, output: Sequence[int]) -> bool:
@@ -143,7 +132,8 @@ def agreement_lines(statement: Statement) -> tuple[list[str], dict[str, Any]]:
         wrong.append(f"x{place} is None")
     outputs: list[str] = []
     for name, place in zip(written, layout.output_places, strict=True):
-        valid = f"(type({name}) is int and 0 <= {name} <= {INT64_MAX})"
+        # A symbolic size is not compared.
+        valid = f"(type({name}) is int and 0 <= {name} <= {INT64_MAX} or type({name}) is SymInt)"
         if place is None:
             wrong.append(f"not {valid}")
             outputs.append(name)
@@ -156,14 +146,16 @@ def agreement_lines(statement: Statement) -> tuple[list[str], dict[str, Any]]:
     lines += [f"indices = ({''.join(f'{each}, ' for each in extents)})"]
     lines += [f"output = ({''.join(f'{each}, ' for each in outputs)})"]
 
-    def unusual(sizes: Mapping[str, int]) -> bool:
+    def unusual(sizes: Mapping[str, Any]) -> bool:
         indices = layout.indices
-        return any(n not in indices or type(e) is not int or not 0 <= e <= INT64_MAX for n, e in sizes.items())
+        usual = (type(e) is torch.SymInt or (type(e) is int and 0 <= e <= INT64_MAX) for e in sizes.values())
+        return not sizes.keys() <= {*indices} or not all(usual)
 
-    return lines, {"none": (None,) * len(written), "unusual": unusual}
+    return lines, {"none": (None,) * len(written), "unusual": unusual, "SymInt": torch.SymInt}
 
 
-def _check_extent(statement: Statement, what: str, extent: object, spans: Sequence[Span]) -> None:
+def _check_extent(statement: Statement, what: str, extent: Any, spans: Sequence[Span]) -> Any:
+    """Return an extent that a caller gives: a symbolic size, or an int of no class derived from it."""
     if isinstance(extent, bool) or not isinstance(extent, int | torch.SymInt):
         raise InsumShapeError(
             f"{what} must be an int, got {type(extent).__name__}",
@@ -180,18 +172,19 @@ def _check_extent(statement: Statement, what: str, extent: object, spans: Sequen
             fix="pass a non-negative int of 64 bits.",
             got=extent,
         )
+    return int(extent) if isinstance(extent, int) else extent
 
 
 def _declared_shape(
     statement: Statement,
     initial: Tensor | None,
     out_shape: Sequence[int | None] | None,
-    found: Mapping[str, int],
+    sizes: Mapping[str, int],
 ) -> tuple[int | None, ...]:
-    """Return the output's shape as far as `out_shape` and the initial value give it; `found` are extents of factors."""
+    """Return the output's shape as far as `out_shape` and the initial value give it."""
     rank = len(statement.output.subscripts)
     if out_shape is None:
-        return _initial_shape(statement, initial, (None,) * rank, found)
+        return _initial_shape(statement, initial, (None,) * rank, sizes)
     if len(out_shape) != rank:
         raise InsumShapeError(
             f"out_shape has {plural(len(out_shape), 'entry')}, but '{statement.output.name}' has "
@@ -203,10 +196,9 @@ def _declared_shape(
             expected=rank,
             got=len(out_shape),
         )
-    for axis, extent in enumerate(out_shape):
-        if extent is not None:
-            _check_extent(statement, f"out_shape[{axis}]", extent, [statement.output.subscripts[axis].span])
-    shape = _initial_shape(statement, initial, out_shape, found)
+    axes = enumerate(zip(statement.output.subscripts, out_shape, strict=True))
+    out_shape = [e if e is None else _check_extent(statement, f"out_shape[{n}]", e, [s.span]) for n, (s, e) in axes]
+    shape = _initial_shape(statement, initial, out_shape, sizes)
     for axis, (own, extent) in enumerate(zip(shape, out_shape, strict=True)):
         if own is not extent and extent is not None and own != extent:
             raise InsumShapeError(
@@ -221,16 +213,17 @@ def _declared_shape(
 
 
 def _initial_shape(
-    statement: Statement, initial: Tensor | None, expected: Sequence[int | None], found: Mapping[str, int]
+    statement: Statement, initial: Tensor | None, expected: Sequence[int | None], sizes: Mapping[str, int]
 ) -> tuple[int | None, ...]:
     """Return the initial value's shape, with `expected` along axes that it lacks or broadcasts along."""
     if initial is None:
         return tuple(expected)
-    missing = len(expected) - initial.ndim
+    layout, missing = layout_of(statement), len(expected) - initial.ndim
+    known = {name for name, read in zip(layout.indices, layout.plain, strict=True) if read or name in sizes}
     shape: list[int | None] = []
-    for axis, (name, extent) in enumerate(zip(layout_of(statement).output_plain, expected, strict=True)):
+    for axis, (name, extent) in enumerate(zip(layout.output_plain, expected, strict=True)):
         own = initial.shape[axis - missing] if axis >= missing else None
-        if own is None or (own == 1 and (extent is not None or name in found)):
+        if own is None or (own == 1 and (extent is not None or name in known)):
             own = extent
         shape.append(own)
     return tuple(shape)
@@ -243,9 +236,8 @@ def _extent_faults(
     sizes: Mapping[str, int],
     out_shape: Sequence[int | None] | None,
     given: Sequence[int | None],
-    missing: Sequence[str],
 ) -> Iterator[InsumError]:
-    layout = layout_of(statement)
+    layout, missing = layout_of(statement), list[str]()
     named = dict(zip(layout.tensors, tensors, strict=True))
     for name in layout.indices:
         values: list[int] = []
@@ -275,6 +267,8 @@ def _extent_faults(
             values.append(sizes[name])
             details.append(f"sizes: {name} = {sizes[name]}")
         distinct = list(dict.fromkeys(values))
+        if not distinct:
+            missing.append(name)
         if len(distinct) > 1:
             yield InsumShapeError(
                 f"index '{name}' has {_count(len(distinct))} extents, {_and(list(map(str, distinct)))}",
@@ -288,11 +282,10 @@ def _extent_faults(
                 got=tuple(distinct),
             )
     for name in missing:
-        spans = [i.span for access in (statement.output, *statement.reads) for i in access.indices() if i.name == name]
         yield InsumShapeError(
             f"index '{name}' has no extent",
             expression=statement.text,
-            spans=spans,
+            spans=_spans(statement, name),
             details=[f"'{name}' indexes no axis directly, so no tensor says how far it runs"],
             fix=f"pass sizes={{'{name}': ...}}, or out_shape= where '{name}' alone writes an axis.",
             index=name,
@@ -307,23 +300,23 @@ def _and(words: list[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 
-def _complete_shape(statement: Statement, output: Sequence[int | None]) -> tuple[int, ...]:
-    unknown = [axis for axis, extent in enumerate(output) if extent is None]
-    if unknown:
-        name, subscripts = statement.output.name, [statement.output.subscripts[axis] for axis in unknown]
-        many = len(unknown) > 1
-        raise InsumShapeError(
-            f"the extent{'s' * many} of '{name}' along ax{'es' if many else 'is'} {_and(list(map(str, unknown)))} "
-            f"{'are' if many else 'is'} unknown",
-            expression=statement.text,
-            spans=[subscript.span for subscript in subscripts],
-            details=[f"'{subscript}' does not say how many entries the axis has" for subscript in subscripts],
-            fix=f"pass out_shape=({', '.join('extent' if e is None else 'None' for e in output)}"
-            f"{',' if len(output) == 1 else ''}), or an initial value for '{name}'.",
-            axis=unknown[0],
-            axes=tuple(unknown),
-        )
-    return tuple(extent for extent in output if extent is not None)
+def _unknown_axes(statement: Statement, given: Sequence[int | None]) -> InsumShapeError:
+    """Return the error of an output some of whose axes nothing gives an extent."""
+    output = statement.output
+    lacking = [e is None and s.plain is None for e, s in zip(given, output.subscripts, strict=True)]
+    unknown = [axis for axis, lacks in enumerate(lacking) if lacks]
+    many = len(unknown) > 1
+    return InsumShapeError(
+        f"the extent{'s' * many} of '{output.name}' along ax{'es' if many else 'is'} {_and(list(map(str, unknown)))} "
+        f"{'are' if many else 'is'} unknown",
+        expression=statement.text,
+        spans=[output.subscripts[axis].span for axis in unknown],
+        details=[f"'{output.subscripts[axis]}' does not say how many entries the axis has" for axis in unknown],
+        fix=f"pass out_shape=({', '.join('extent' if lacks else 'None' for lacks in lacking)}"
+        f"{',' if len(lacking) == 1 else ''}), or an initial value for '{output.name}'.",
+        axis=unknown[0],
+        axes=tuple(unknown),
+    )
 
 
 def check_extents(statement: Statement, tensors: Sequence[Tensor], extents: Extents, *, drop_outside: bool) -> None:
@@ -349,20 +342,23 @@ def check_extents(statement: Statement, tensors: Sequence[Tensor], extents: Exte
             extent = shapes[access.name][axis]
             faults += _check_int32(statement, access, axis, extent, subscript, dtypes)
             faults += _check_int64(statement, subscript, sizes)
-            if not subscript.terms:
-                faults += _check_constant(statement, access, axis, extent, subscript)
-            elif access is statement.output and not drop_outside and not empty:
-                faults += _check_affine_write(statement, access, axis, extent, subscript, sizes)
+            # A constant out of bounds is an error even where nothing is iterated.
+            written = access is statement.output and not drop_outside and not empty
+            if not subscript.terms or (written and not any(True for _ in subscript.index_accesses())):
+                faults += _check_affine(statement, access, axis, extent, subscript, sizes)
     raise_collected(faults)
 
 
-def interval(subscript: Subscript, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the smallest and largest value of a subscript, without its index tensors."""
+def interval(
+    subscript: Subscript, sizes: Mapping[str, int], entries: Mapping[str, tuple[int, int]] = MappingProxyType({})
+) -> tuple[int, int]:
+    """Return the smallest and largest value of a subscript; `entries`: those of its index tensors."""
     low = high = subscript.offset
     for term in subscript.terms:
-        if isinstance(term.atom, Index):
-            reach = term.coefficient * (sizes[term.atom.name] - 1)
-            low, high = low + min(0, reach), high + max(0, reach)
+        name = term.atom.name
+        first, last = (0, sizes[name] - 1) if isinstance(term.atom, Index) else entries[name]
+        ends = term.coefficient * first, term.coefficient * last
+        low, high = low + min(ends), high + max(ends)
     return low, high
 
 
@@ -403,63 +399,42 @@ def overflow(
 
 
 def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str, int]) -> Iterator[InsumError]:
-    low, high = interval(subscript, sizes)
-    for term in subscript.terms:
-        if not isinstance(term.atom, Index):
-            # Entries are below 2**31 or 2**63; any coefficient that keeps an int32 entry inside int64 is accepted.
-            low, high = low - abs(term.coefficient) * INT32_AXIS, high + abs(term.coefficient) * INT32_AXIS
+    # Entries are below 2**31 or 2**63; any coefficient that keeps an int32 entry inside int64 is accepted.
+    entries = {access.name: (-INT32_AXIS, INT32_AXIS) for access in subscript.index_accesses()}
+    low, high = interval(subscript, sizes, entries)
     if -INT64_MAX <= low and high <= INT64_MAX:
         return
     yield overflow(statement, subscript, low, high, "", "coefficients or extents")
 
 
-def _check_constant(
-    statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript
-) -> Iterator[InsumError]:
-    """Check a constant subscript; out of bounds it is an error even where nothing is iterated."""
-    if 0 <= subscript.offset < extent:
-        return
-    verb = "writes" if access is statement.output else "reads"
-    fix = f"give '{access.name}' at least {subscript.offset + 1} entries along axis {axis}, or correct the constant."
-    if subscript.offset < 0:
-        last = f"the last entry is {extent - 1}" if extent else "the axis has no entries"
-        fix = f"count from 0: negative subscripts do not wrap, and {last}."
-    yield InsumRangeError(
-        f"'{subscript}' {verb} outside axis {axis} of '{access.name}'",
-        expression=statement.text,
-        spans=[subscript.span],
-        details=[f"expected 0 <= {subscript} < {extent}; got {subscript.offset}"],
-        fix=fix,
-        tensor=access.name,
-        axis=axis,
-        expected=extent,
-        got=(subscript.offset, subscript.offset),
-    )
-
-
-def _check_affine_write(
+def _check_affine(
     statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript, sizes: Mapping[str, int]
 ) -> Iterator[InsumError]:
-    if any(True for _ in subscript.index_accesses()):
-        return
+    """Check a constant subscript, or one of indices that is written."""
     low, high = interval(subscript, sizes)
-    if low >= 0 and high < extent:
+    if 0 <= low and high < extent:
         return
+    constant = not subscript.terms
     reach = ", ".join(f"{name} = {sizes[name]}" for name in dict.fromkeys(i.name for i in subscript.indices()))
+    fix = f"give '{access.name}' at least {high + 1} entries along axis {axis}"
+    if low < 0:
+        last = f"the last entry is {extent - 1}" if extent else "the axis has no entries"
+        fix = f"count from 0: negative subscripts do not wrap, and {last}."
+        fix = fix if constant else "shift the subscript with an offset so that it starts at 0"
+    elif constant:
+        fix += ", or correct the constant."
+    if not constant:
+        fix += ", or pass drop_outside=True if it is a derivative, whose writes outside are dropped."
     yield InsumRangeError(
-        f"'{subscript}' writes outside axis {axis} of '{access.name}'",
+        f"'{subscript}' {'writes' if access is statement.output else 'reads'} outside axis {axis} of '{access.name}'",
         expression=statement.text,
         spans=[subscript.span],
         details=[
             f"expected 0 <= {subscript} < {extent}; got {low}{f' to {high}' if high != low else ''}"
             f"{f' (extents: {reach})' if reach else ''}"
         ],
-        fix=(
-            f"give '{access.name}' at least {high + 1} entries along axis {axis}"
-            if low >= 0
-            else "shift the subscript with an offset so that it starts at 0"
-        )
-        + ", or pass drop_outside=True if it is a derivative, whose writes outside are dropped.",
+        fix=fix,
+        tensor=access.name,
         axis=axis,
         expected=extent,
         got=(low, high),

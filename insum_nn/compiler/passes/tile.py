@@ -280,13 +280,6 @@ class Tiler:
                 inner = (self.with_body(self.axes[number], inner),)
         return inner
 
-    def over_entries(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-        lanes = self.tiling.k
-        if lanes is not None and lanes.first == ENTRY.name:
-            return self.stepped(lanes, body, None)
-        loop = self.loops[ENTRY.name]
-        return (Loop(loop.index, loop.begin, loop.end, "serial", body),)
-
     def stepped(self, lanes: Lanes, body: tuple[Stmt, ...], chunk: tuple[Expr, Expr] | None) -> tuple[Stmt, ...]:
         """The lanes along a sum, in as many steps as it takes."""
         body = (self.with_body(self.axes[K], body),)

@@ -94,7 +94,7 @@ class _OutputsTiler(Tiler):
             for cell in owned
             for each in self.stored(cell.store, select(cell.settled, Load(cell.total, self.column(cell.total))))
         ]
-        inner = self.over_entries((*(Alloc(cell.total, None) for cell in further), *body))
+        inner = self.summing((*(Alloc(cell.total, None) for cell in further), *body))
         inner = (*(Alloc(cell.total) for cell in owned), *inner, *self.columns(_together(stores)))
         if M in self.axes:
             inner = (self.with_body(self.axes[M], inner),)

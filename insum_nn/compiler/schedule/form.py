@@ -217,15 +217,10 @@ class Form:
         return None if entries is None else entries * self.terms
 
     @property
-    def skew(self) -> float | None:
-        """How many times as long as the mean the longest row of terms is, where that is known."""
-        longest, entries = self.sizes.get(LONGEST), self.terms_of_all
-        return None if longest is None or not entries else longest * self.rows / entries
-
-    @property
     def even(self) -> bool:
         """Whether rows of terms are known to be of similar length."""
-        return self.skew is not None and self.skew <= _EVEN
+        longest, entries = self.sizes.get(LONGEST), self.terms_of_all
+        return longest is not None and 0 < entries and longest * self.rows <= _EVEN * entries
 
     @cached_property
     def places(self) -> dict[str, int]:
