@@ -173,15 +173,13 @@ def _bends(array: _Array | None, names: Sequence[str], left: set[str]) -> set[st
     mine = [i for i in names if i in left]
     if array is None:
         return set(mine)
-    start = array
-    for name in mine:
-        start = start.take([0], names.index(name))
-    line = start
+    axes = [names.index(i) for i in mine]
+    line = start = _corner(array, axes)
     for name in mine:
         axis = names.index(name)
         if array.shape[axis] == 1:
             continue
-        step = _second(array, axis, [names.index(i) for i in mine]) - start
+        step = _corner(array, axes, axis) - start
         if bool((step == 0).any()):
             return {name}
         line = line + step * _along(array.shape[axis], axis, array.ndim)
@@ -198,10 +196,10 @@ def _along(extent: int, axis: int, rank: int) -> _Array:
     return np.arange(extent, dtype=np.int64).reshape([-1 if a == axis else 1 for a in range(rank)])
 
 
-def _second(array: _Array, axis: int, axes: Sequence[int]) -> _Array:
-    """The table one step along an axis, at the first value of the others."""
-    for other in axes:
-        array = array.take([int(other == axis)], other)
+def _corner(array: _Array, axes: Sequence[int], along: int = -1) -> _Array:
+    """The table at the first value of some axes, or one step `along` one of them."""
+    for axis in axes:
+        array = array.take([int(axis == along)], axis)
     return array
 
 

@@ -208,25 +208,13 @@ def _default_products(form: Form, size: Mapping[str, int]) -> Schedule:
     groups = max(1, form.accumulators // 3)
     # Where the sum is long, few programs share a tile of the result, and a square one reads least.
     m = max(16, min(32, power(size["m"]))) if size["k"] > size["m"] else 16
-    splits = _splits_of_parts(form, m * n, groups)
+    splits = _splits(form, m, n, groups)
     warps = max(1, m * n // 512)
     return Schedule(m=m, n=n, k=16, dot=True, groups=groups, splits=splits, warps=warps, stages=1)
 
 
 # Bytes of the parts of one sum at most.
 _PARTS = 1 << 24
-
-
-def _splits_of_parts(form: Form, tile: int, groups: int) -> int:
-    """Programs for one long sum of code that is divided among programs already."""
-    if form.row_index is not None or form.strategy == "atomic" or not form.reduce:
-        return 1
-    cells = math.prod(form.size(i) for i in form.parallel)
-    length, outer = _summed(form)
-    programs = max(1, cells // tile) * groups
-    if programs >= _ENOUGH or length * len(form.unrolled) < _LONG:
-        return 1
-    return max(1, min(128, 4 * _ENOUGH // programs, length // 64, outer, _PARTS // (4 * cells * form.accumulators)))
 
 
 # Programs that keep a large GPU busy.
@@ -248,15 +236,20 @@ def _chunk(form: Form, tile: int, step: int = 64, enough: int = _ENOUGH) -> int:
     return max(1, form.size(ENTRY) * programs // (step * enough)) * step
 
 
-def _splits(form: Form, m: int, n: int) -> int:
-    """Programs for one long sum, where the output alone does not fill the device."""
+def _splits(form: Form, m: int, n: int, groups: int = 0) -> int:
+    """Programs for one long sum, where the output alone does not fill the device.
+
+    `groups`: programs among which straight-line code is divided already.
+    """
     if form.row_index is not None or form.strategy == "atomic" or not form.reduce:
         return 1
     cells = math.prod(form.size(i) for i in form.parallel)
-    programs = max(1, cells // (m * n))
+    programs = max(1, cells // (m * n)) * max(1, groups)
     length, outer = _summed(form)
     if programs >= _ENOUGH or length * len(form.unrolled) < _LONG:
         return 1
+    if groups:
+        return max(1, min(128, 4 * _ENOUGH // programs, length // 64, outer, _PARTS // (4 * cells * form.accumulators)))
     # Each part is a copy of the whole output, which is cleared and added up.
     copies = 2 * _PARTS // (4 * max(1, form.sizes[CELLS]))
     # Each program walks its part step by step: an H200 took 1.5 ms for 64 parts of 800,000 terms, each of two gathers.
