@@ -1,4 +1,4 @@
-"""Rows that are divided by a hand-written kernel, against the same divided on the host."""
+"""Rows that are divided by a hand-written kernel, against the same divided by torch's operators."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from insum_nn.compiler.kernels import row_partition
 from insum_nn.compiler.kernels.row_partition import RowPartition, keep_lengths, partition_of
 
 Made = TypeVar("Made")
@@ -31,11 +33,15 @@ def divided(
     chunk: int,
     device: torch.device | str,
     within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    missing: int = 0,
 ) -> RowPartition:
-    """A partition of rows whose lengths are known on both sides, compared with that of rows that are not known."""
-    index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int().to(device)
-    want = partition_of(index.clone(), len(lengths), False, chunk)
-    keep_lengths(index, lengths, torch.tensor(lengths, device=device))
+    """A partition of rows by the kernel, compared with torch's; without missing entries, lengths are known."""
+    index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int()
+    index = torch.nn.functional.pad(index, (missing, 0), value=-1).to(device)
+    with patch.object(row_partition, "divide_rows", lambda *_: None):
+        want = partition_of(index.clone(), len(lengths), False, chunk)
+    if not missing:
+        keep_lengths(index, lengths, torch.tensor(lengths, device=device))
     with within():
         got = partition_of(index, len(lengths), False, chunk)
     assert got.split

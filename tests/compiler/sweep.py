@@ -301,7 +301,7 @@ def run_maps(device: torch.device, chosen: Sequence[Geometry] = MAPS) -> Counter
     for how in chosen:
         sites, proven = sites_of(how, device)
         assert made_by_kernels(both(sites, how, proven=proven)), str(how)
-    wait_for_kernel(lambda: divide_rows(torch.tensor([1, 2], device=device), 4, 2, 0))
+    wait_for_kernel(lambda: divide_rows(torch.tensor([1, 2], device=device), 0, 4, 2, 0))
     for lengths in LENGTHS.values():
         for chunk in (1, 8):
             assert divided(lengths, chunk, device).split

@@ -303,8 +303,10 @@ def test_rows_are_divided_on_the_device(name: str, chunk: int):
 
     with pretended_gpu():
         divided(LENGTHS[name], chunk, "cpu", counted)
-    assert seen[0].kernels == 1
-    assert not seen[0].reads
+        divided(LENGTHS[name], chunk, "cpu", counted, missing=3)
+    assert [calls.kernels for calls in seen] == [1, 1]
+    # Of rows that are not known, all is read at once.
+    assert [len(calls.reads) for calls in seen] == [0, 1]
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -330,9 +332,12 @@ def test_bitmasks_are_written_on_a_gpu(gpu: torch.device, rows: int, columns: in
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LENGTHS)
 def test_rows_are_divided_on_a_gpu(gpu: torch.device, name: str):
-    wait_for_kernel(lambda: divide_rows(torch.tensor([1, 2], device=gpu), 4, 2, 0))
+    for dtype in (torch.int32, torch.int64):
+        wait_for_kernel(lambda dtype=dtype: divide_rows(torch.tensor([1, 2], dtype=dtype, device=gpu), 0, 4, 2, 0))
     for chunk in (1, 3, 8):
-        assert divided(LENGTHS[name], chunk, gpu).begin.untyped_storage().nbytes() > 16
+        for missing in (0, 3):
+            made = divided(LENGTHS[name], chunk, gpu, missing=missing)
+            assert made.begin.untyped_storage().nbytes() > 16
 
 
 @pytest.mark.parametrize("rows", [40, 5000])

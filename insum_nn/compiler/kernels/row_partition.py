@@ -8,7 +8,7 @@ what is built from an index tensor is kept for as long as the tensor lives and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,13 +40,9 @@ __all__ = [
 ]
 
 Built = TypeVar("Built")
-Array = NDArray[np.integer[Any]]
-# A tensor, or an array: the same arithmetic on a device and on the host.
-Numbers = Any
-_ARRAYS = {torch.int32: np.int32, torch.int64: np.int64}
 # What is kept at most, of some hundreds of index tensors.
 _LIMIT = 2048
-# Rows up to which they are divided on the host.
+# Rows up to which the host knows the length of each, and one kernel divides them.
 _FEW_ROWS = 4096
 
 
@@ -90,18 +86,47 @@ Divisions = dict[int, RowPartition]
 
 
 @dataclass(slots=True)
-class _Lengths:
-    """The rows of an index tensor with few of them, on the host.
+class _Rows:
+    """The rows of an index tensor: on the host where they are few, and on the device where they are needed there.
 
     Attributes:
-        begins: where the terms of each begin.
-        counts: how many terms each has; `None`: this was not given.
-        on_device: the same on the device.
+        begins: (rows + 1,) where the terms of each begin, and the last ones end; `None`: there are many.
+        begin: the same on the device; `None`: it is sent when it is needed.
+        lengths: (rows,) how many terms each has, on the device; `None`: this was not given.
     """
 
-    begins: Array
-    counts: Sequence[int] | None = None
-    on_device: Tensor | None = None
+    begins: NDArray[np.integer[Any]] | None
+    begin: Tensor | None = None
+    lengths: Tensor | None = None
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Where the terms of each begin, on the device."""
+        if self.begin is None:
+            # The device reads such memory by itself: the host does not wait until it comes to that.
+            host = torch.tensor(self.begins, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+            self.begin = host.to(device, non_blocking=True)
+        return self.begin
+
+    def sizes(self, terms: int, chunk: int) -> list[int]:
+        """Terms of the longest row and of all; of rows with more than `chunk`, how many they are, and their parts."""
+        if self.begins is not None:
+            # NumPy takes a fraction of torch's time for so few numbers.
+            counts = self.begins[1:] - self.begins[:-1]
+            found = [int(counts.max(initial=0)), int(self.begins[-1] - self.begins[0]), 0, 0]
+            if found[0] > chunk:
+                parts = (counts + (chunk - 1)) // chunk
+                more = parts > 1
+                found[2:] = int(np.count_nonzero(more)), int(parts @ more)
+            return found
+        assert self.begin is not None
+        lengths = self.begin.diff()
+        sizes = [lengths.max().long(), lengths.sum()]
+        if chunk < terms:
+            parts = (lengths + (chunk - 1)) // chunk
+            more = parts > 1
+            sizes += [more.sum(), (parts * more).sum()]
+        # The host reads all at once.
+        return [*torch.stack(sizes).tolist(), 0, 0][:4]
 
 
 # Of each index tensor: divisions by number of rows and whether terms are permuted, "order", "lengths", and "bitmasks".
@@ -209,155 +234,54 @@ def tiles_of(flat: Tensor, order: Tensor | None, rows: int, size: int, dtype: to
 
 
 def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
+    flat, order, small = _ordered(index, rows, permuted)
     if chunk < 0:
-        flat, order, small = _ordered(index, rows, permuted)
         made = tile_rows(flat, rows, -chunk, flat.shape[0] // -chunk + rows) if flat.is_cuda else None
         if made is None:
             return tiles_of(flat, order, rows, -chunk, small)
         low, high, row = made
         return RowPartition(low.shape[0], low, high, row_of=row, order=order)
-    known = _cached_lengths(index, rows)
-    if known is not None and not permuted and (divided := _divide_known(index, known, chunk)) is not None:
-        return divided
-    flat, order, small = _ordered(index, rows, permuted)
-    begin = None
+    known, terms = _cached_rows(index, rows), flat.shape[0]
     if known is None:
         bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
         begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
-        if rows > _FEW_ROWS:
-            return _divide(flat, order, begin, chunk)
-        # Few rows are divided on the host, which then reads the device once rather than at every size it needs. NumPy
-        # takes a fraction of torch's time for so few numbers.
-        known = _structures.keep((index,), "lengths", _Lengths(begin.cpu().numpy()))
-    begins = known.begins
-    lengths = begins[1:] - begins[:-1]
-    longest = int(lengths.max()) if rows else 0
-    whole = int(begins[-1] - begins[0]) == flat.shape[0]
+        known = _Rows(None if rows > _FEW_ROWS else begin.cpu().numpy(), begin)
+        if rows <= _FEW_ROWS:
+            # The device is not read again to divide them otherwise.
+            _structures.keep((index,), "lengths", known)
+    longest, owned, divided, slots = known.sizes(terms, chunk)
+    whole, ranges = owned == terms, rows - divided + slots
     if longest <= chunk:
-        begin = _send({small: [begins]}, flat.device)[0] if begin is None else begin
-        return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
-    parts = _parts(lengths, chunk)
+        return RowPartition(rows, known.on(flat.device, small), order=order, whole=whole, longest=longest)
+    made = None
+    if known.begins is not None and terms + chunk < 1 << 31:
+        lengths = known.on(flat.device, small).diff() if known.lengths is None else known.lengths
+        made = divide_rows(lengths, int(known.begins[0]), chunk, ranges, divided)
+    made = made or _divide(known.on(flat.device, small), chunk, ranges, divided)
+    low, high, target, row_of, of, first = made
+    return RowPartition(ranges, low, high, target, row_of, order, slots, of, first, whole, longest)
+
+
+def _divide(begin: Tensor, chunk: int, ranges: int, divided: int) -> tuple[Tensor, ...]:
+    """What `divide_rows` returns, by torch's operators."""
+    rows, device = torch.arange(begin.shape[0] - 1, device=begin.device), begin.device
+    parts = ((begin.diff() + (chunk - 1)) // chunk).clip(1)
     more = parts > 1
-    ranges, slots = int(parts.sum()), int(parts[more].sum())
-    steps = np.arange(ranges)
-    low, high, target, row_of = _ranges(begins, np.arange(rows), steps, parts, more, chunk, lambda of: of.repeat(parts))
-    divided = more.nonzero()[0]
-    first = np.zeros(divided.shape[0] + 1, dtype=np.int64)
-    parts[divided].cumsum(out=first[1:])
-    # Where both are of one dtype they are sent as one group.
-    groups: dict[torch.dtype, list[Array]] = {torch.int64: [divided, first]}
-    groups.setdefault(small, []).extend((low, high, target, row_of))
-    divided, first, low, high, target, row_of = _send(groups, flat.device)
-    return RowPartition(ranges, low, high, target, row_of, order, slots, divided, first, whole, longest)
-
-
-def _divide_known(index: Tensor, known: _Lengths, chunk: int) -> RowPartition | None:
-    """Divide rows in order by a kernel; `None`: their lengths are not on the device, or none is divided."""
-    counts, terms = known.counts, index.numel()
-    if counts is None or known.on_device is None or terms + chunk >= 1 << 31 or (longest := max(counts)) <= chunk:
-        return None
-    # A loop over so few numbers takes a fraction of NumPy's time.
-    ranges = slots = divided = 0
-    for count in counts:
-        parts = (count + (chunk - 1)) // chunk
-        ranges += parts or 1
-        if parts > 1:
-            slots += parts
-            divided += 1
-    made = divide_rows(known.on_device, chunk, ranges, divided)
-    if made is None:
-        return None
-    low, high, target, row_of, rows, first = made
-    whole = sum(counts) == terms
-    return RowPartition(ranges, low, high, target, row_of, None, slots, rows, first, whole, longest)
-
-
-def _divide(flat: Tensor, order: Tensor | None, begin: Tensor, chunk: int) -> RowPartition:
-    """Divide rows where they are; the host reads all sizes at once."""
-    rows, terms, small = begin.shape[0] - 1, flat.shape[0], begin.dtype
-    lengths = begin.diff()
-    sizes_on_device = [lengths.max().long(), lengths.sum()]
-    parts = more = lengths
-    if chunk < terms:
-        parts = _parts(lengths, chunk)
-        more = parts > 1
-        sizes_on_device += [parts.sum(), more.sum(), (parts * more).sum()]
-    longest, owned, *sizes = torch.stack(sizes_on_device).tolist()
-    whole = owned == terms
-    if longest <= chunk:
-        return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
-    ranges, count, slots = sizes
     row = torch.repeat_interleave(parts, output_size=ranges)
-    divided = more.nonzero_static(size=count).squeeze(1)
-    # Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
-    packed = torch.empty((4, -(-ranges // 4) * 4), dtype=small, device=flat.device)
-    steps, numbers = torch.arange(ranges, device=flat.device), torch.arange(rows, device=flat.device)
-    packed[:, :ranges] = torch.stack(_ranges(begin, numbers, steps, parts, more, chunk, lambda of: of[row]))
-    low, high, target, own = packed[:, :ranges].unbind(0)
-    first = torch.nn.functional.pad(parts[divided].cumsum(0, dtype=torch.int64), (1, 0))
-    return RowPartition(ranges, low, high, target, own, order, slots, divided, first, whole, longest)
-
-
-def _ranges(
-    begin: Numbers,
-    rows: Numbers,
-    steps: Numbers,
-    parts: Numbers,
-    more: Numbers,
-    chunk: int,
-    spread: Callable[[Numbers], Numbers],
-) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Where each range of the rows' parts begins and ends, its target and its row; tensors or arrays.
-
-    Args:
-        begin: where each row begins.
-        rows: 0, 1, .. for each row.
-        steps: 0, 1, .. for each range.
-        parts: ranges of each row.
-        more: a row has several.
-        chunk: most terms in a range.
-        spread: gives each range what its row has.
-    """
-    where, minimum = (torch.where, torch.minimum) if isinstance(begin, Tensor) else (np.where, np.minimum)
+    steps = torch.arange(ranges, device=device)
     # Range number r of all is the range r - before of its row, where `before` ranges are of earlier rows.
     before = parts.cumsum(0) - parts
-    low = spread(begin[:-1] - before * chunk) + steps * chunk
-    high = minimum(low + chunk, spread(begin[1:]))
+    low = (begin[:-1] - before * chunk)[row] + steps * chunk
+    high = torch.minimum(low + chunk, begin[1:][row])
     # Of a divided row, it is the part r - whole of all, where `whole` ranges are whole rows before it.
     whole = (~more).cumsum(0)
-    target = spread(where(more, whole - 1, rows)) - steps * spread(more)
-    return low, high, target, spread(rows)
-
-
-def _parts(lengths: Numbers, chunk: int) -> Numbers:
-    """How many ranges each row becomes."""
-    parts = (lengths + (chunk - 1)) // chunk
-    # NumPy's own `clip` looks up the limits of the dtype at each call.
-    return parts.clip(1) if isinstance(parts, Tensor) else np.maximum(parts, 1)
-
-
-def _send(parts: Mapping[torch.dtype, Sequence[Array]], device: torch.device) -> list[Tensor]:
-    """Send arrays to a device, together, as tensors of these dtypes.
-
-    Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
-    """
-    if device.type == "cpu":
-        return [torch.from_numpy(part.astype(_ARRAYS[dtype])) for dtype, group in parts.items() for part in group]
-    dtypes = [dtype for dtype, group in parts.items() for _ in group]
-    arrays = [part for group in parts.values() for part in group]
-    # In words of 32 bits: of each array, and up to the next.
-    sizes: list[int] = []
-    for dtype, part in zip(dtypes, arrays, strict=True):
-        words = part.shape[0] * (dtype.itemsize // 4)
-        sizes += (words, -words % 4)
-    # The device reads such memory by itself: the host does not wait until it comes to that.
-    packed = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
-    host, begin = packed.numpy(), 0
-    for dtype, part, words, gap in zip(dtypes, arrays, sizes[::2], sizes[1::2], strict=True):
-        host[begin : begin + words].view(_ARRAYS[dtype])[:] = part
-        begin += words + gap
-    sent = packed.to(device, non_blocking=True).split_with_sizes(sizes)[::2]
-    return [each if dtype == torch.int32 else each.view(dtype) for dtype, each in zip(dtypes, sent, strict=True)]
+    target = torch.where(more, whole - 1, rows)[row] - steps * more[row]
+    # Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
+    packed = torch.empty((4, -(-ranges // 4) * 4), dtype=begin.dtype, device=device)
+    packed[:, :ranges] = torch.stack((low, high, target, rows[row]))
+    of = more.nonzero_static(size=divided).squeeze(1)
+    first = torch.nn.functional.pad(parts[of].cumsum(0, dtype=torch.int64), (1, 0))
+    return *packed[:, :ranges].unbind(0), of, first
 
 
 def keep_lengths(index: Tensor, lengths: Sequence[int], on_device: Tensor | None = None) -> None:
@@ -370,13 +294,13 @@ def keep_lengths(index: Tensor, lengths: Sequence[int], on_device: Tensor | None
     """
     if 0 < len(lengths) <= _FEW_ROWS:
         begins = np.array((0, *lengths), dtype=np.int64).cumsum()
-        _structures.keep((index,), "lengths", _Lengths(begins, lengths, on_device))
+        _structures.keep((index,), "lengths", _Rows(begins, lengths=on_device))
 
 
-def _cached_lengths(index: Tensor, rows: int) -> _Lengths | None:
-    known: _Lengths | None = _structures.of(index, "lengths")
+def _cached_rows(index: Tensor, rows: int) -> _Rows | None:
+    known: _Rows | None = _structures.of(index, "lengths")
     # What is sent while a graph is captured would be sent by its replays.
-    if known is None or known.begins.shape[0] != rows + 1:
+    if known is None or known.begins is None or known.begins.shape[0] != rows + 1:
         return None
     return None if index.is_cuda and torch.cuda.is_current_stream_capturing() else known
 

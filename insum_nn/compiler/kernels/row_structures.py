@@ -47,14 +47,14 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel(lengths, begin, end, target, row_of, divided, first, chunk):
+def kernel(lengths, begin, end, target, row_of, divided, first, start_of_all, chunk):
     row = tl.program_id(0)
     some = tl.arange(0, {_BLOCK})
-    # Of the rows before this one: terms, ranges, ranges that are parts of divided rows, divided rows.
-    terms = tl.sum(some * 0, 0)
-    ranges = terms
-    slots = terms
-    rows = terms
+    # Of the rows before this one: ranges, ranges that are parts of divided rows, divided rows; where its terms begin.
+    ranges = tl.sum(some * 0, 0)
+    slots = ranges
+    rows = ranges
+    terms = ranges + start_of_all
     for start in range(0, row, {_BLOCK}):
         length = tl.load(lengths + (start + some), mask=start + some < row, other=0).to(tl.int32)
         parts = tl.where(start + some < row, tl.maximum((length + (chunk - 1)) // chunk, 1), 0)
@@ -160,11 +160,12 @@ def tile_rows(flat: Tensor, rows: int, size: int, count: int) -> tuple[Tensor, .
     return made
 
 
-def divide_rows(lengths: Tensor, chunk: int, ranges: int, divided: int) -> tuple[Tensor, ...] | None:
-    """Divide rows, of which the first begins at the first term, into ranges of at most `chunk` terms.
+def divide_rows(lengths: Tensor, begin: int, chunk: int, ranges: int, divided: int) -> tuple[Tensor, ...] | None:
+    """Divide rows into ranges of at most `chunk` terms.
 
     Args:
         lengths: (rows,) int32 or int64: terms of each row, of which there are less than 2^31 with a chunk more.
+        begin: the first term of the first row.
         chunk: most terms in a range.
         ranges: how many ranges there are; a row without terms has one.
         divided: rows with several.
@@ -182,5 +183,5 @@ def divide_rows(lengths: Tensor, chunk: int, ranges: int, divided: int) -> tuple
     made = [whole.as_strided((ranges,), (1,), place * step) for place in range(4)]
     wide = ((divided, 4 * step), (divided + 1, 4 * step + narrow))
     made += [whole.as_strided((2 * count,), (1,), start).view(torch.int64) for count, start in wide]
-    launchers[0]([lengths, *made, chunk], lengths.shape[0])
+    launchers[0]([lengths, *made, begin, chunk], lengths.shape[0])
     return tuple(made)
