@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import CDLL
 from dataclasses import replace
@@ -66,7 +67,7 @@ Call = Callable[[], Sequence[Tensor]]
 
 
 class _Asked:
-    """In place of the compiler's workers: keeps what they were to compile."""
+    """In place of the compiler's threads: keeps what they were to compile."""
 
     def __init__(self) -> None:
         self.functions: list[CFunction] = []
@@ -117,7 +118,8 @@ class _Sanitized:
     def run_calls(self, calls: Sequence[Call]) -> None:
         """Run by library calls, then again until no other C function is asked for, and compare."""
         insum_nn.clear_cache()
-        asked = c_compiler._workers = _Asked()  # type: ignore[assignment]
+        asked, c_compiler._room = _Asked(), threading.BoundedSemaphore(1)
+        c_compiler.submit = c_program.submit = asked.submit
         want = got = [call() for call in calls]
         while asked.functions:
             functions, asked.functions = asked.functions, []

@@ -12,7 +12,8 @@ import torch
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.kernels import machine_code
-from insum_nn.compiler.kernels.ahead import collect, compile_all
+from insum_nn.compiler.kernels.ahead import collect
+from insum_nn.compiler.kernels.background import compile_all
 from insum_nn.compiler.kernels.machine_code import KernelCode, compile_code, drop_module, make_module
 from insum_nn.layers import TensorProductConv
 from tests.pretended_gpu import H200, pretended_gpu

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.kernels import ahead, launch
-from insum_nn.compiler.kernels.ahead import collect, compile_all
+from insum_nn.compiler.kernels.ahead import collect
+from insum_nn.compiler.kernels.background import compile_all
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.source import OnDevice
 from insum_nn.compiler.runtime import prepare as prepare_module

@@ -20,7 +20,7 @@ import insum_nn
 import insum_nn.schedules
 from insum_nn import IndexFacts, Options
 from insum_nn.compiler.ir.schedule import Schedule
-from insum_nn.compiler.kernels.ahead import Compiled, compile_all
+from insum_nn.compiler.kernels.background import Compiled, compile_all
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.lang.bind import Extents, bind
 from insum_nn.compiler.lang.parser import parse

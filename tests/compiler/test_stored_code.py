@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from insum_nn.compiler.kernels import c_launcher
-from insum_nn.compiler.kernels.ahead import compile_all
+from insum_nn.compiler.kernels.background import compile_all
 from insum_nn.compiler.kernels.c_launcher import prepare_launcher
 from insum_nn.compiler.kernels.machine_code import KernelCode, compile_code, drop_module, make_module
 from insum_nn.compiler.kernels.stored_code import find_code, remember_code

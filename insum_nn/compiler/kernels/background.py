@@ -1,41 +1,64 @@
-"""Kernels compiled in the background of a first step: by other processes, while this one compiles what it needs next.
+"""Kernels compiled by other processes: all of a step before it runs, or while a first step goes on.
 
-Until two kernels are known to be missing, nothing of this happens: most processes find theirs on disk, and some need
-only one. Before a kernel of a recorded call is compiled, those of its gradients are found. A kernel whose turn has not
-come when it is needed is compiled by who needs it, and so is one whose process ended.
+Triton holds the interpreter's lock for a part of each compilation, and a kernel takes 0.2 to 2 s. Processes that import
+nothing but Triton share neither the lock nor the device; what they compile is found in Triton's cache on disk.
+
+In a first step nothing of this happens until a kernel is known to be missing: most processes find theirs on disk.
+Before a kernel of a recorded call is compiled, those of its gradients are found. A kernel whose turn has not come when
+it is needed is compiled by who needs it, and so is one whose process ended.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from insum_nn.compiler.kernels.ahead import Worker, processors
-from insum_nn.compiler.kernels.machine_code import KernelCode, to_json
+from insum_nn.compiler.kernels import machine_code
+from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.stored_code import is_stored, remember_code
 from insum_nn.locks import new_lock
 
 __all__ = [
     "Background",
+    "Compiled",
+    "Worker",
     "cold",
+    "compile_all",
     "default_background_workers",
+    "default_workers",
     "helped",
     "missed",
     "prepared",
+    "processors",
     "rehearsals",
     "settle",
     "submit",
     "take",
 ]
 
-# Processes at most, and processors from which on there are some.
-_MOST, _FEWEST_PROCESSORS = 12, 3
+# Processes at most: of more than 16 kernels few networks are made. In a first step, processors from which on there are
+# some.
+_MOST, _MOST_OF_STEPS, _FEWEST_PROCESSORS = 16, 12, 3
 # Seconds without work after which a process ends, and for which one kernel is waited for.
 _IDLE, _LONGEST = 10.0, 60.0
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_workers(kernels: int) -> int:
+    """Processes for so many kernels: no more than processors that this one may use."""
+    return max(1, min(kernels, processors(), _MOST))
 
 
 def default_background_workers() -> int:
@@ -45,7 +68,97 @@ def default_background_workers() -> int:
         return int(requested)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     own = processors() // max(1, int(ranks) if ranks.isdecimal() else 1)
-    return min(own - 1, _MOST) if own >= _FEWEST_PROCESSORS else 0
+    return min(own - 1, _MOST_OF_STEPS) if own >= _FEWEST_PROCESSORS else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What became of one kernel.
+
+    Attributes:
+        code: the kernel.
+        seconds: that it took.
+        found: the machine code was on disk.
+        error: why there is no machine code; empty where there is.
+    """
+
+    code: KernelCode
+    seconds: float
+    found: bool
+    error: str = ""
+
+
+class Worker:
+    """A process that compiles kernels one after the other.
+
+    Raises:
+        OSError: it could not be started.
+    """
+
+    process: subprocess.Popen[str]
+
+    def __init__(self, **streams: Any) -> None:
+        self._streams = streams
+        self._start()
+
+    def _start(self) -> None:
+        self.process = subprocess.Popen(
+            # -P: a script's folder would come first among the places of modules, and ours has a `numbers`.
+            [sys.executable, "-P", machine_code.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            **self._streams,
+        )
+        # From its answer on a kernel takes what it takes to compile.
+        if self._ask(json.dumps(sys.path)) is None:
+            self.close()
+            raise OSError("the process ended")
+
+    def compile(self, code: KernelCode) -> Compiled:
+        """Compile a kernel; a process that ended over another one is started again."""
+        if self.process.poll() is not None:
+            self.close()
+            self._start()
+        begin = time.perf_counter()
+        answer = self._ask(machine_code.to_line(code))
+        if answer is None:
+            answer = {"error": f"the process that compiled it ended with status {self.process.wait()}"}
+        seconds = time.perf_counter() - begin
+        if "hash" in answer:
+            remember_code(code, answer["hash"])
+        return Compiled(code, seconds, bool(answer.get("found")), str(answer.get("error", "")))
+
+    def _ask(self, line: str) -> dict[str, Any] | None:
+        """The answer to a line; `None`: the process has ended."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(line + "\n")
+            stdin.flush()
+            answer = stdout.readline()
+        except BrokenPipeError:
+            return None
+        return json.loads(answer) if answer.endswith("\n") else None
+
+    def close(self) -> None:
+        """End the process, after the kernel that it compiles."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None and not stream.closed:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    pass
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _nothing(_: Compiled) -> None: ...
 
 
 class Background:
@@ -53,15 +166,15 @@ class Background:
 
     Args:
         most: processes.
+        done: called with what became of each, by several threads.
+        **streams: of the processes, as `subprocess.Popen` takes them.
 
     Attributes:
-        missing: kernels that this process needed and did not find on disk.
         of_steps: kernels of whole steps that were rehearsed, and whether with their backward passes.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.missing = 0
+    def __init__(self, most: int, done: Callable[[Compiled], object] = _nothing, **streams: Any) -> None:
+        self.most, self._done, self._streams = most, done, streams
         self.of_steps: dict[KernelCode, bool] = {}
         self._known: set[KernelCode] = set()
         self._waiting: dict[KernelCode, None] = {}
@@ -74,33 +187,28 @@ class Background:
         """Whether a rehearsal of a step met a kernel; `recorded`: one that came to the end of its backward pass."""
         return self.of_steps.get(code, False) if recorded else code in self.of_steps
 
-    def missed(self, code: KernelCode, later: bool) -> None:
-        """Note that this process needs a kernel that is not on disk.
+    def missed(self, code: KernelCode) -> None:
+        """Have a kernel compiled that this process needs, and plans something before, where others compile already."""
+        if self._threads:
+            self.submit([code])
 
-        Args:
-            code: the kernel.
-            later: this process plans something else first, and others may compile it meanwhile.
-        """
+    def submit(self, codes: Iterable[KernelCode]) -> None:
+        """Have kernels compiled that are not on disk, unless they were named before."""
+        self.add([code for code in codes if code not in self._known and not is_stored(code)])
+
+    def add(self, codes: Iterable[KernelCode]) -> None:
+        """Have kernels compiled, unless they were named before."""
         with self._changed:
-            self.missing += 1
-            if later and self._threads:
-                self.submit([code])
-            else:
-                self._start()
-
-    def submit(self, codes: Iterable[KernelCode], *, alone: bool = False) -> None:
-        """Have kernels compiled that are not on disk, unless they were named before.
-
-        `alone`: this process goes on without them, so a single one is worth another process too.
-        """
-        missing = [code for code in codes if code not in self._known and not is_stored(code)]
-        with self._changed:
-            for code in missing:
-                if code not in self._known:
-                    self._known.add(code)
-                    self._waiting[code] = None
-            self._start(least=1 if alone else 2)
+            self._waiting.update(dict.fromkeys(code for code in codes if code not in self._known))
+            self._known.update(self._waiting)
+            self._start()
             self._changed.notify_all()
+
+    def drop(self, codes: Iterable[KernelCode]) -> None:
+        """Forget kernels whose turn has not come."""
+        with self._changed:
+            for code in codes:
+                self._waiting.pop(code, None)
 
     def take(self, code: KernelCode) -> None:
         """Return when this process may load or compile a kernel: no other compiles it, or the wait was too long."""
@@ -111,7 +219,7 @@ class Background:
         if running is not None:
             running.wait(_LONGEST)
 
-    def settle(self, seconds: float) -> bool:
+    def settle(self, seconds: float | None) -> bool:
         """Wait until nothing is compiled any more; `False`: that takes longer."""
         with self._changed:
             # If no worker process could be started, queued kernels stay queued, and are not waited for.
@@ -121,34 +229,27 @@ class Background:
         """End all processes at once."""
         with self._changed:
             self._waiting.clear()
+            self.most = 0
+            self._changed.notify_all()
             for worker in self._workers:
                 worker.process.kill()
 
-    def _start(self, least: int = 2) -> None:
-        if self.missing + len(self._waiting) + len(self._running) < least:
-            return
+    def _start(self) -> None:
         for _ in range(min(self.most, len(self._waiting) + len(self._running)) - self._threads):
             self._threads += 1
             # What waits for a process must not keep this one from ending.
             threading.Thread(target=self._work, name="insum_nn_compile", daemon=True).start()
 
     def _work(self) -> None:
-        """Have one process compile what waits, until nothing comes any more or the process ends."""
+        """Have one process compile what waits, until nothing comes any more or no process can be started."""
         worker: Worker | None = None
         try:
-            # Interrupted or not, the step decides; what a compiler prints, the step's own attempt prints again.
-            worker = Worker(stderr=subprocess.DEVNULL, start_new_session=True)
+            worker = Worker(**self._streams)
             with self._changed:
                 self._workers.add(worker)
-            if worker.ask("") is None:
-                return
             while (code := self._next()) is not None:
                 try:
-                    answer = worker.ask(to_json(code))
-                    if answer is None:
-                        return
-                    if "hash" in answer:
-                        remember_code(code, answer["hash"])
+                    self._done(worker.compile(code))
                 finally:
                     with self._changed:
                         self._running.pop(code).set()
@@ -159,16 +260,17 @@ class Background:
         finally:
             with self._changed:
                 self._threads -= 1
-                self._changed.notify_all()
                 if worker is not None:
                     self._workers.discard(worker)
+                    # A kernel may have come since this thread found none.
+                    self._start()
+                self._changed.notify_all()
             if worker is not None:
                 worker.close()
 
     def _next(self) -> KernelCode | None:
         with self._changed:
-            if not self._waiting:
-                self._changed.wait_for(lambda: bool(self._waiting), _IDLE)
+            self._changed.wait_for(lambda: self._waiting or not self.most, _IDLE)
             if not self._waiting:
                 return None
             # All wait for the last to end.
@@ -176,6 +278,37 @@ class Background:
             del self._waiting[code]
             self._running[code] = threading.Event()
             return code
+
+
+def compile_all(
+    codes: Sequence[KernelCode],
+    workers: int,
+    seconds: float | None = None,
+    step: Callable[[Compiled], object] = _nothing,
+) -> list[Compiled]:
+    """Compile kernels in processes of their own, for the cache on disk.
+
+    Args:
+        codes: the kernels; those that take longest begin first, since all wait for the last to end.
+        workers: number of processes.
+        seconds: after which none begins; each process compiles one all the same.
+        step: called after each.
+    """
+    found: dict[KernelCode, Compiled] = {}
+
+    def done(compiled: Compiled) -> None:
+        found[compiled.code] = compiled
+        step(compiled)
+
+    pool = Background(workers, done)
+    try:
+        pool.add(codes)
+        if not pool.settle(seconds):
+            pool.drop(sorted(codes, key=lambda code: -code.effort)[workers:])
+            pool.settle(None)
+    finally:
+        pool.close()
+    return [found.get(code) or Compiled(code, 0.0, False, "there was no process or no time") for code in codes]
 
 
 class _Cold(threading.local):
@@ -216,14 +349,15 @@ def missed(code: KernelCode) -> None:
     aided = begun.most > 0
     call = cold.call if aided else None
     rehearsed = begun.rehearsed(code, call is not None)
-    begun.missed(code, later=call is not None and not rehearsed)
+    if call is not None and not rehearsed:
+        begun.missed(code)
     if aided and not rehearsed and rehearsals.step is not None:
         found, whole = rehearsals.step(code, call is not None)
         begun.of_steps.update({each: whole or begun.rehearsed(each, True) for each in found})
         rehearsed = begun.rehearsed(code, call is not None)
     if rehearsed:
         return
-    cold.due = begun.most > 0
+    cold.due = aided
     if call is not None and rehearsals.call is not None:
         cold.call = None
         rehearsals.call(*call)
@@ -233,7 +367,8 @@ def _begun() -> Background:
     global _background
     with _lock:
         if _background is None:
-            _background = Background(default_background_workers())
+            # Interrupted or not, the step decides; what a compiler prints, the step's own attempt prints again.
+            _background = Background(default_background_workers(), stderr=subprocess.DEVNULL, start_new_session=True)
             atexit.register(_background.close)
     return _background
 
@@ -249,16 +384,14 @@ def prepared() -> None:
         cold.due = _background.most > 0
 
 
-def submit(codes: Iterable[KernelCode], *, alone: bool = False) -> None:
+def submit(codes: Iterable[KernelCode]) -> None:
     """Have kernels compiled that a later call needs; see `Background.submit`."""
-    if _background is not None:
-        _background.submit(codes, alone=alone)
+    _begun().submit(codes)
 
 
 def take(code: KernelCode) -> None:
     """Return when this process may load or compile a kernel."""
-    if _background is not None:
-        _background.take(code)
+    _begun().take(code)
 
 
 def settle(seconds: float) -> bool:

@@ -20,12 +20,10 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-from insum_nn.compiler.kernels.ahead import processors
+from insum_nn.compiler.kernels.background import processors
 from insum_nn.compiler.tuning.cache_folder import located, write
-from insum_nn.locks import new_lock
 
 __all__ = ["CFunction", "background", "find_compiler", "submit", "vector_bytes"]
 
@@ -41,7 +39,7 @@ _LONGEST = 60.0
 # Of the cache folder.
 _KIND = "c"
 # Compilations at one time.
-_SEVERAL = 4
+_SEVERAL = min(4, processors())
 
 
 def find_compiler() -> tuple[str, ...] | None:
@@ -103,21 +101,21 @@ class CFunction:
         alone: it runs on one thread, as no library of the compiler's OpenMP is loaded.
     """
 
-    __slots__ = ("_compiled", "_workers", "alone", "arguments", "error", "name", "row", "run", "text")
+    __slots__ = ("_compiled", "_room", "alone", "arguments", "error", "name", "row", "run", "text")
 
     def __init__(self, text: str, name: str, arguments: int) -> None:
         self.text, self.name, self.arguments = text, name, arguments
         self.row = struct.Struct(f"{arguments}q").pack
         self.run: Any = None
         self.error, self.alone = "", False
-        self._workers: _Workers | None = None
+        self._room: threading.Semaphore | None = None
         self._compiled = threading.Event()
 
     def request(self) -> None:
         """Have it compiled, unless this process did so before; others run in the meantime."""
-        if self._workers is not _workers and not self._compiled.is_set():
-            self._workers = _workers
-            _workers.submit(self)
+        if self._room is not _room and not self._compiled.is_set():
+            self._room = _room
+            submit(self)
 
     def wait(self) -> None:
         """Return when it is compiled, or could not be."""
@@ -176,37 +174,24 @@ class CFunction:
         return True
 
 
-class _Workers:
-    """Threads that wait for the compiler's processes; a child of a fork begins with none."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._threads, self._lock = 0, new_lock()
-
-    def submit(self, task: Any) -> None:
-        self._queue.put(task)
-        with self._lock:
-            if self._threads < min(_SEVERAL, processors()):
-                self._threads += 1
-                threading.Thread(target=self._work, name="insum_nn_cc", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self._queue.get().compile()
-
-
-_workers = _Workers()
+# Compilations that may still begin; a child of a fork has none of its parent's threads.
+_room = threading.BoundedSemaphore(_SEVERAL)
 
 
 def submit(task: Any) -> None:
-    """Have a worker call the `compile` of something."""
-    _workers.submit(task)
+    """Have a thread call the `compile` of something, as soon as no more than a few others do."""
+
+    def work() -> None:
+        with room:
+            task.compile()
+
+    room = _room
+    threading.Thread(target=work, name="insum_nn_cc", daemon=True).start()
 
 
 def _in_child() -> None:
-    """Threads do not survive a fork."""
-    global _workers
-    _workers = _Workers()
+    global _room
+    _room = threading.BoundedSemaphore(_SEVERAL)
 
 
 if hasattr(os, "register_at_fork"):

@@ -239,7 +239,7 @@ def load_ahead(launchers: Sequence[Launcher]) -> bool:
         return not launches
     codes = [each.code(each.aligned, target_of(each.number)) for each in launches]
     if not all(map(is_stored, codes)) and background.helped() and is_storable(codes[0]):
-        background.submit(codes, alone=True)
+        background.submit(codes)
         return False
     for each in launches:
         with torch.cuda.device(each.number):

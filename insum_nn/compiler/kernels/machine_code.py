@@ -11,7 +11,8 @@ import json
 import linecache
 import os
 import sys
-from dataclasses import asdict, dataclass
+from ast import literal_eval
+from dataclasses import astuple, dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,10 +24,9 @@ __all__ = [
     "compile_dots",
     "compile_narrow",
     "drop_module",
-    "from_json",
     "make_module",
     "serve",
-    "to_json",
+    "to_line",
     "triton_version",
 ]
 
@@ -199,8 +199,8 @@ def active_target() -> Target:
 def serve() -> None:
     """Compile the kernels that come in on standard input, and answer each with a line on standard output.
 
-    The first line is the path of modules. An answer tells Triton's digest of the code and whether it was on disk, or
-    why there is none. An empty line is answered too: from then on a kernel takes what it takes to compile.
+    The first line is the path of modules, and is answered when compilers are imported. Other answers tell Triton's
+    digest of the code and whether it was on disk, or why there is none.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     # What compilers print is not an answer.
@@ -214,11 +214,9 @@ def serve() -> None:
     from triton import knobs
 
     knobs.compilation.listener = listen  # type: ignore[assignment]
+    answers.write("{}\n")
     for line in sys.stdin:
-        if line == "\n":
-            answers.write("{}\n")
-            continue
-        code = from_json(line)
+        code = KernelCode(*literal_eval(line))
         found.clear()
         try:
             module = make_module(code.module, code.text)
@@ -232,16 +230,9 @@ def serve() -> None:
         answers.write(json.dumps(answer) + "\n")
 
 
-def to_json(code: KernelCode) -> str:
+def to_line(code: KernelCode) -> str:
     """As a line of text."""
-    return json.dumps(asdict(code))
-
-
-def from_json(line: str) -> KernelCode:
-    """From the text of `to_json`."""
-    fields = json.loads(line)
-    fields |= {name: tuple(fields[name]) for name in ("signature", "aligned", "target")}
-    return KernelCode(**fields | {"options": tuple(map(tuple, fields["options"]))})
+    return repr(astuple(code))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from insum_nn.compiler.kernels.ahead import Collection, Compiled, collect, compile_all, default_workers
+from insum_nn.compiler.kernels.ahead import Collection, collect
+from insum_nn.compiler.kernels.background import Compiled, compile_all, default_workers
 from insum_nn.compiler.runtime.step import copied, run_step
 from insum_nn.compiler.tuning.progress import progress
 from insum_nn.errors import InsumBackendError

@@ -13,14 +13,8 @@ from torch import Tensor
 from insum_nn.compiler.ir.canonical import shown_statement
 from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels import background
-from insum_nn.compiler.kernels.ahead import (
-    UndecidedError,
-    collect,
-    collecting,
-    compile_all,
-    default_workers,
-    rehearsing,
-)
+from insum_nn.compiler.kernels.ahead import UndecidedError, collect, collecting, rehearsing
+from insum_nn.compiler.kernels.background import compile_all, default_workers
 from insum_nn.compiler.kernels.launch import interpreted
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.row_partition import partition_for
