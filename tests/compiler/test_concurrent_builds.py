@@ -253,7 +253,7 @@ def test_two_kernels_are_loaded_at_once_and_each_once(monkeypatch: pytest.Monkey
     device: Any = SimpleNamespace(index=0)
     sources: list[Any] = [SimpleNamespace(text=text, schedule=Schedule()) for text in ("one", "other")]
     launches = [launch_module._Launch(source, ["*fp32"], (), device, False) for source in sources]
-    found = at_once(*[lambda each=each: each.load([True]) for each in (*launches, *launches)])
+    found = at_once(*[lambda each=each: each.load((True,)) for each in (*launches, *launches)])
     assert found[0] is found[2]
     assert found[1] is found[3]
     assert sorted(loaded) == sorted(each.name for each in launches)

@@ -681,17 +681,19 @@ def test_machine_code_is_loaded_once_for_all_sizes(monkeypatch: pytest.MonkeyPat
         return lambda *_: None
 
     monkeypatch.setattr(launch_module._Launch, "_load", load)
+    monkeypatch.setattr(launch_module, "interpreted", lambda: False)
     types = ["*fp32", *[None] * (len(source.arguments) - 1)]
+    launcher: Any = launch_module.launcher
     # What stands for a device: all that is asked of it is its number.
     device: Any = SimpleNamespace(index=0)
     other_device: Any = SimpleNamespace(index=1)
-    first, second = (launch_module._Launch(source, types, (), device, False) for _ in range(2))
-    assert first.load([True]) is second.load([True])
+    first, second = (launcher(replace(source), types, (), device, False) for _ in range(2))
+    assert first.load((True,)) is second.load((True,))
     assert count == [1]
-    assert first.load([False]) is not first.load([True])
-    other = launch_module._Launch(source, types, (), other_device, False)
-    wide = launch_module._Launch(source, types, (), device, True)
-    assert len({id(each.load([True])) for each in (first, other, wide)}) == 3
+    assert first.load((False,)) is not first.load((True,))
+    other = launcher(source, types, (), other_device, False)
+    wide = launcher(source, types, (), device, True)
+    assert len({id(each.load((True,))) for each in (first, other, wide)}) == 3
     assert count == [4]
 
 

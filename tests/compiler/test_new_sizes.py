@@ -42,7 +42,7 @@ BUILT = {"Row": IndexFacts(sorted=True, masked=False, proven=True), "Col": Index
 def idle_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU whose kernels take no time: what is loaded on it does nothing."""
     code = OnDevice(lambda *_: None, 0, None, (), None)
-    monkeypatch.setattr(launch._Launch, "load", lambda *_: code)
+    monkeypatch.setattr(launch._Launch, "_load", lambda *_: code)
     monkeypatch.setattr(launch, "collecting", lambda: None)
     # Kernels that compute nothing count no pairs: maps are built by torch's operators.
     monkeypatch.setattr(WrittenKernels, "launchers", lambda *_: None)

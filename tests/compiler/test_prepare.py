@@ -110,7 +110,7 @@ def test_other_threads_launch_while_a_step_is_collected(for_h200: None, monkeypa
     without_compiling(monkeypatch)
     launched: list[str] = []
     loaded = OnDevice(lambda *_: launched.append(threading.current_thread().name), 0, (), (), None)
-    monkeypatch.setattr(launch._Launch, "load", lambda *_: loaded)
+    monkeypatch.setattr(launch._Launch, "_load", lambda *_: loaded)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     x, edges, values = operands()

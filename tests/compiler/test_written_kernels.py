@@ -65,8 +65,8 @@ def test_without_a_folder_for_machine_code_they_are_compiled_here(monkeypatch: p
         def code(self, aligned: object, target: object) -> str:
             return "code"
 
-        def load(self, aligned: object) -> str:
-            return "loaded"
+        def load(self, aligned: object) -> None:
+            self.codes[aligned] = "loaded"
 
     made: Any = Launch()
     monkeypatch.setattr(launch, "_Launch", Launch)
@@ -74,10 +74,9 @@ def test_without_a_folder_for_machine_code_they_are_compiled_here(monkeypatch: p
     monkeypatch.setattr(launch, "is_stored", lambda _: False)
     monkeypatch.setattr(launch, "is_storable", lambda _: storable)
     monkeypatch.setattr(background, "helped", lambda: True)
-    monkeypatch.setattr(background, "submit", lambda _, alone: submitted.append(alone))
+    monkeypatch.setattr(background, "submit", lambda _: submitted.append(True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     assert launch.load_ahead([made]) is not storable
-    # The caller does not wait for these kernels, so that even one of them alone is compiled by another process.
     assert submitted == [True] * storable
     assert made.codes == ({} if storable else {(True,): "loaded"})

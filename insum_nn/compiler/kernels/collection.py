@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from insum_nn.compiler.ir.schedule import Schedule
+from insum_nn.compiler.kernels.source import Source
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["block_of", "write_collection"]
+__all__ = ["block_of", "collection_of"]
 
 _COLLECTION = """import triton
 import triton.language as tl
@@ -35,7 +37,7 @@ def block_of(cells: int) -> int:
     return min(128, 1 << max(0, cells - 1).bit_length())
 
 
-def write_collection(cells: int, dtype: torch.dtype) -> str:
+def collection_of(cells: int, dtype: torch.dtype) -> Source:
     """Return a kernel that adds up the parts of divided rows, in a fixed order: a program takes some cells of a row.
 
     Args:
@@ -43,5 +45,5 @@ def write_collection(cells: int, dtype: torch.dtype) -> str:
         dtype: theirs.
     """
     n = block_of(cells)
-    k = min(64, 2048 // n)
-    return _COLLECTION.format(n=n, k=k, type=dtype_of(dtype).tl)
+    text = _COLLECTION.format(n=n, k=min(64, 2048 // n), type=dtype_of(dtype).tl)
+    return Source(text, (), "", {}, Schedule(warps=2), dtype, finished=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from insum_nn.compiler.ir.schedule import UNDIVIDED, Precision, Schedule, precision_of
 from insum_nn.compiler.kernels.background import prepared
+from insum_nn.compiler.kernels.collection import collection_of
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.row_partition import (
     RowPartition,
@@ -165,11 +166,10 @@ class Generated:
         chosen = self._schedule(bucket, tensors, extents, initial)
         partition = partition_for(form, tensors, extents, chosen.candidate)
         kernel = self._kernel(bucket, chosen.candidate, tensors, extents, initial, partition)
-        sources = [kernel.source] if kernel.arguments(tensors, initial, extents, partition)[1] else []
+        sources = [kernel.source] if math.prod(extents.output) else []
         if sources and partition is not None and partition.slots:
-            assert kernel.collector is not None
             cells = [*extents.output[: form.row_axis], *extents.output[form.row_axis + 1 :]]
-            sources.append(kernel.collector.source(math.prod(cells)))
+            sources.append(collection_of(math.prod(cells), kernel.source.accumulator))
         schedule = ("schedule", str(chosen.candidate), chosen.reason)
         choices = (_combining(form), *_by_key(form), schedule, *_unrolled(form))
         return Description(str(chosen.candidate), tuple(sources), choices, "\n".join(kernel.host_code()))

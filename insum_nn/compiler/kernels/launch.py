@@ -23,7 +23,7 @@ from insum_nn.compiler.kernels.ahead import Collection, collecting, target_of
 from insum_nn.compiler.kernels.c_launcher import build_ahead, prepare_launcher
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target, compile_code, drop_module, make_module
 from insum_nn.compiler.kernels.source import Launcher, OnDevice, Source
-from insum_nn.compiler.kernels.stored_code import Loaded, find_code, is_storable, is_stored, remember_code
+from insum_nn.compiler.kernels.stored_code import find_code, is_storable, is_stored, remember_code
 from insum_nn.compiler.tuning.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
 from insum_nn.locks import new_lock
@@ -46,7 +46,7 @@ def available() -> bool:
 
 # Both live as long as the kernels made of them: tuning makes dozens of which one is kept.
 _functions: MutableMapping[str, Any] = weakref.WeakValueDictionary()
-_loaded: MutableMapping[str, Loaded] = weakref.WeakValueDictionary()
+_launchers: MutableMapping[object, _Launch] = weakref.WeakValueDictionary()
 _lock = new_lock()
 _MODULE = "insum_nn_kernel_"
 # Triton compiles for seconds: who needs another kernel does not wait.
@@ -83,7 +83,10 @@ def _forget(module: ModuleType) -> None:
 
 
 class _Launch:
-    """Launches a kernel on a list of arguments; its machine code depends on which pointers are aligned."""
+    """Launches a kernel on a list of arguments; its machine code depends on which pointers are aligned.
+
+    One serves for all sizes, and keeps what it loaded: a device takes no code back.
+    """
 
     def __init__(
         self,
@@ -95,8 +98,6 @@ class _Launch:
     ) -> None:
         self.source = source
         self.name = _module_name(source)
-        with _lock:
-            self.loaded = _loaded.setdefault(self.name, Loaded())
         # A device without a number is the current one.
         self.number = torch.cuda.current_device() if str(device) == "cuda" else device.index
         self.pointers = [place for place, kind in enumerate(types) if kind is not None]
@@ -106,6 +107,7 @@ class _Launch:
         integer = "i64" if wide else "i32"
         self.signature = tuple([kind or integer for kind in types])
         self.codes: dict[tuple[bool, ...], OnDevice] = {}
+        self.key = (self.name, self.signature, self.even, source.schedule.launch_options, self.number)
 
     def __call__(self, arguments: list[Any], grid: int) -> None:
         # Triton asks the driver about each pointer that comes as a tensor, which takes far longer than this; of a
@@ -125,7 +127,7 @@ class _Launch:
                 self.collect(collection, aligned, arguments)
                 return
             with torch.cuda.device(number):
-                code = self.codes[aligned] = self.load(aligned)
+                code = self.load(aligned)
         # `torch.cuda.current_device` would first ask whether CUDA is initialised.
         if torch._C._cuda_getDevice() != number:
             with torch.cuda.device(number):
@@ -178,18 +180,16 @@ class _Launch:
         """The machine code for aligned pointers, where it is on the device."""
         return self.codes.get(self.aligned)
 
-    def load(self, aligned: Sequence[bool]) -> OnDevice:
-        """The machine code on the device, behind as little of Triton's launcher as there is.
-
-        It is loaded once for all sizes, as long as a kernel of the text lives: a device takes no code back.
-        """
-        options, loaded = self.source.schedule.launch_options, self.loaded
-        key = (self.signature, self.even, tuple(aligned), options, self.number)
+    def load(self, aligned: tuple[bool, ...]) -> OnDevice:
+        """The machine code on the device, behind as little of Triton's launcher as there is."""
+        codes = self.codes
         return _loading.get(
-            (self.name, key), lambda: loaded.get(key), lambda: loaded.setdefault(key, self._load(aligned))
+            (self.key, aligned),
+            lambda: codes.get(aligned),
+            lambda: codes.setdefault(aligned, self._load(aligned)),
         )
 
-    def _load(self, aligned: Sequence[bool]) -> OnDevice:
+    def _load(self, aligned: tuple[bool, ...]) -> OnDevice:
         kernel = self.compile(aligned)
         rest = (0,) * prepare_launcher(kernel, self.signature)
         return OnDevice(kernel.run, kernel.function, kernel.packed_metadata, rest, kernel)
@@ -221,7 +221,11 @@ def launcher(
         device: where it runs.
         wide: numbers have 64 bits.
     """
-    return _Interpret(source) if interpreted() else _Launch(source, types, even, device, wide)
+    if interpreted():
+        return _Interpret(source)
+    made = _Launch(source, types, even, device, wide)
+    with _lock:
+        return _launchers.setdefault(made.key, made)
 
 
 def load_ahead(launchers: Sequence[Launcher]) -> bool:
@@ -243,5 +247,5 @@ def load_ahead(launchers: Sequence[Launcher]) -> bool:
         return False
     for each in launches:
         with torch.cuda.device(each.number):
-            each.codes[each.aligned] = each.load(each.aligned)
+            each.load(each.aligned)
     return True

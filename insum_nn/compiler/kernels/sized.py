@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.ir.schedule import Precision, Schedule
-from insum_nn.compiler.kernels.collection import block_of, write_collection
+from insum_nn.compiler.kernels.collection import block_of, collection_of
 from insum_nn.compiler.kernels.launch import launcher
 from insum_nn.compiler.kernels.row_partition import RowPartition, bitmasks_of
 from insum_nn.compiler.kernels.source import Launcher, Numbers, OnDevice, Source, Strides, initial_steps, write_kernel
@@ -72,7 +72,6 @@ class UnsizedKernel:
         numbers: its arguments.
         dtype: of the output.
         fills: whether it writes every cell of the output.
-        collector: adds up divided rows, where some are.
         further: the memory of further outputs.
     """
 
@@ -85,9 +84,8 @@ class UnsizedKernel:
         self.dtype = form.bound.out_dtype
         self.further = memory_of(form, source.schedule)
         self.fills = Coverage(form)
-        self.collector = _Collector(source.accumulator, strides.wide) if strides.split else None
         self._ranges = [argument.kind for argument in source.arguments if argument.kind in _RANGES]
-        # By what tells machine code apart: numbers of programs do not.
+        # By what tells machine code apart: numbers of programs do not. Also those that add up divided rows.
         self._launches: dict[object, Launcher] = {}
         # Machine code for aligned pointers, by the same; `call` takes it from here.
         self._loaded: dict[object, OnDevice] = {}
@@ -180,7 +178,7 @@ class UnsizedKernel:
         rows = f"partition.divided, partition.first, {cells}, {inner}, o{axis} * {inner}"
         return [f"workspace = (torch.empty if {covered} else torch.zeros)((partition.slots, {made}"], [
             f"if partition.slots and {alone}:",
-            f"    kernel.collector(workspace, made, {rows})",
+            f"    kernel.collect(workspace, made, {rows})",
             "elif partition.slots:",
             "    kernel.add_divided(made, workspace, initial, partition, output)",
         ]
@@ -213,37 +211,18 @@ class UnsizedKernel:
         ]
 
     def launch(
-        self,
-        arguments: list[Any],
-        grid: int,
-        tensors: Sequence[Tensor],
-        partition: RowPartition | None,
-        key: object = None,
+        self, arguments: list[Any], grid: int, tensors: Sequence[Tensor], partition: RowPartition | None, key: object
     ) -> None:
         """Launch on arguments of which nothing is known; `key` is under what `call` looks for the machine code."""
-        launch = self.launcher(arguments, tensors, partition)
-        launch(arguments, grid)
-        loaded = launch.on_device()
-        if loaded is not None and key is not None:
-            self._loaded[key] = loaded
-
-    def launcher(self, arguments: Sequence[Any], tensors: Sequence[Tensor], partition: RowPartition | None) -> Launcher:
-        """What launches the kernel on a device for numbers of this kind."""
-        even = tuple([place for place in self.numbers.vectors if not arguments[place] % 16])
-        device = tensors[0].device
-        key = (even, device, *[getattr(partition, kind).dtype for kind in self._ranges])
         launch = self._launches.get(key)
         if launch is None:
+            even = tuple([place for place in self.numbers.vectors if not arguments[place] % 16])
             types = types_of(self.form, self.source, tensors, partition)
-            launch = self._launches[key] = launcher(self.source, types, even, device, self.strides.wide)
-        return launch
-
-    def arguments(
-        self, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents, partition: RowPartition | None
-    ) -> tuple[list[Any], int]:
-        """The parameters of a call, with `None` for pointers, and how many programs are launched."""
-        rows = None if partition is None else partition.rows
-        return self.numbers.of(tensors, initial, extents.indices, extents.output, rows)
+            launch = self._launches[key] = launcher(self.source, types, even, tensors[0].device, self.strides.wide)
+        launch(arguments, grid)
+        loaded = launch.on_device()
+        if loaded is not None:
+            self._loaded[key] = loaded
 
     def further_launches(self, partition: RowPartition | None) -> int:
         """What a call launches in addition: sums of divided rows and of the parts of one sum, and their dtype."""
@@ -261,18 +240,42 @@ class UnsizedKernel:
             made.append(make(shape, dtype=self.dtype, device=tensors[0].device))
         return made
 
+    def collect(
+        self, workspace: Tensor, output: Tensor, rows: Tensor, first: Tensor, cells: int, inner: int, step: int
+    ) -> None:
+        """Add up the parts of divided rows, and write the sums to their rows.
+
+        Args:
+            workspace: the parts.
+            output: what is written.
+            rows: the rows.
+            first: the slot of the first part of each, and the number of slots.
+            cells: of a row.
+            inner: cells of the output's axes behind its rows.
+            step: cells of the output from one index of the axes before its rows to the next.
+        """
+        count, block = rows.shape[0], block_of(cells)
+        if count and cells:
+            key = (block, output.dtype, output.device)
+            launch = self._launches.get(key)
+            if launch is None:
+                source = collection_of(cells, self.source.accumulator)
+                pointers = (dtype_of(source.accumulator).pointer, dtype_of(output.dtype).pointer, "*i64", "*i64")
+                types = (*pointers, None, None, None)
+                launch = self._launches[key] = launcher(source, types, (), output.device, self.strides.wide)
+            launch([workspace, output, rows, first, cells, inner, step], count * -(-cells // block))
+
     def add_divided(
         self, made: Tensor, workspace: Tensor, initial: Tensor | None, partition: RowPartition, output: tuple[int, ...]
     ) -> None:
         """Add up the parts of divided rows, and write the sums to their rows, with what is added and done to them."""
-        rows, first, form, collector = partition.divided, partition.first, self.form, self.collector
+        rows, first, form = partition.divided, partition.first, self.form
         assert rows is not None
         assert first is not None
-        assert collector is not None
         axis, device = form.row_axis, workspace.device
         sums = torch.empty((rows.shape[0], *workspace.shape[1:]), dtype=workspace.dtype, device=device)
         cells = math.prod(workspace.shape[1:])
-        collector(workspace, sums, torch.arange(rows.shape[0], device=device), first, cells, cells, 0)
+        self.collect(workspace, sums, torch.arange(rows.shape[0], device=device), first, cells, cells, 0)
         if initial is not None:
             sums = sums + initial.expand(output).movedim(axis, 0).index_select(0, rows)
         sums = form.bound.epilogue.activated(sums)
@@ -323,46 +326,3 @@ def types_of(form: Form, source: Source, tensors: Sequence[Tensor], partition: R
             continue
         found.append(dtype_of(dtype).pointer)
     return found
-
-
-class _Collector:
-    """Adds up the parts of divided rows, left in workspace memory, and writes the sums to their rows.
-
-    Args:
-        accumulator: dtype of the parts.
-        wide: some offset needs 64 bits.
-    """
-
-    def __init__(self, accumulator: torch.dtype, wide: bool) -> None:
-        self.accumulator, self.wide = accumulator, wide
-        self.launchers: dict[object, Launcher] = {}
-
-    def __call__(
-        self, workspace: Tensor, output: Tensor, rows: Tensor, first: Tensor, cells: int, inner: int, step: int
-    ) -> None:
-        """Write the sums to their rows of the output.
-
-        Args:
-            workspace: the parts.
-            output: what is written.
-            rows: the rows.
-            first: the slot of the first part of each, and the number of slots.
-            cells: of a row.
-            inner: cells of the output's axes behind its rows.
-            step: cells of the output from one index of the axes before its rows to the next.
-        """
-        count = rows.shape[0]
-        if count and cells:
-            block = block_of(cells)
-            key = (block, output.dtype, output.device)
-            launch = self.launchers.get(key)
-            if launch is None:
-                pointers = (dtype_of(self.accumulator).pointer, dtype_of(output.dtype).pointer, "*i64", "*i64")
-                types = (*pointers, None, None, None)
-                launch = self.launchers[key] = launcher(self.source(cells), types, (), output.device, self.wide)
-            launch([workspace, output, rows, first, cells, inner, step], count * -(-cells // block))
-
-    def source(self, cells: int) -> Source:
-        """The kernel for rows of so many cells."""
-        text = write_collection(cells, self.accumulator)
-        return Source(text, (), "", {}, Schedule(warps=2), self.accumulator, True)

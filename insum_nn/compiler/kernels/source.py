@@ -17,14 +17,12 @@ from insum_nn.compiler.ir.canonical import names_of
 from insum_nn.compiler.ir.nodes import OPERATIONS, Buffer, Const, Expr, Kernel, Load, Loop, Node, Op, Size, walk
 from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.lang.bind import Bound
-from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.passes import pipeline
 from insum_nn.compiler.passes.own_rows import own_rows
 from insum_nn.compiler.passes.tile import parts_of
 from insum_nn.compiler.schedule.form import Form, input_of
 from insum_nn.compiler.schedule.placement import extent_arguments, place_indices
 from insum_nn.dtypes import wide_dtype
-from insum_nn.locks import cached_property
 
 __all__ = ["Argument", "Launcher", "Numbers", "OnDevice", "Source", "Strides"]
 __all__ += ["arguments_of", "initial_steps", "nest_of", "write_kernel"]
@@ -143,18 +141,6 @@ class Numbers:
         letters = {"tensors": "v", "indices": "x", "output": "o"}
         texts = {name: "".join(f"{letters[name]}{n}, " for n in range(len(each))) for name, each in given.items()}
         self.given = tuple(f"({text}) = {name}" for name, text in texts.items() if text)
-
-    @cached_property
-    def of(self) -> Callable[..., tuple[list[Any], Any]]:
-        """What returns the parameters of a call, with `None` for pointers, and the number of programs."""
-        found = ", ".join("None" if name.startswith("p") else name for name in self.names)
-        text = [
-            "def of(tensors, initial, indices, output, rows):",
-            *self.given,
-            *self.lines,
-            f"return [{found}], {self.grid}",
-        ]
-        return function_of_lines(text, {}, "sizes of a kernel")
 
 
 # Where Python says it otherwise than kernels.

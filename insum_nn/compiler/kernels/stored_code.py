@@ -19,13 +19,9 @@ from typing import Any
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target
 from insum_nn.compiler.tuning.cache_folder import own_folder, read, write
 
-__all__ = ["Loaded", "find_code", "is_storable", "is_stored", "remember_code"]
+__all__ = ["find_code", "is_storable", "is_stored", "remember_code"]
 
 _DIGITS = frozenset("0123456789abcdef")
-
-
-class Loaded(dict[object, Any]):
-    """What launches the machine code of one text, by what tells it apart; weak references keep it findable."""
 
 
 def remember_code(code: KernelCode, found: str) -> None:
