@@ -241,8 +241,10 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
             return tiles_of(flat, order, rows, -chunk, small)
         low, high, row = made
         return RowPartition(low.shape[0], low, high, row_of=row, order=order)
-    known, terms = _cached_rows(index, rows), flat.shape[0]
-    if known is None:
+    known, terms = _structures.of(index, "lengths"), flat.shape[0]
+    # What is sent while a graph is captured would be sent by its replays.
+    captured = flat.is_cuda and torch.cuda.is_current_stream_capturing()
+    if known is None or known.begins.shape[0] != rows + 1 or captured:
         bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
         begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
         known = _Rows(None if rows > _FEW_ROWS else begin.cpu().numpy(), begin)
@@ -252,7 +254,8 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
     longest, owned, divided, slots = known.sizes(terms, chunk)
     whole, ranges = owned == terms, rows - divided + slots
     if longest <= chunk:
-        return RowPartition(rows, known.on(flat.device, small), order=order, whole=whole, longest=longest)
+        begin = known.on(flat.device, small) if known.begin is None else known.begin
+        return RowPartition(rows, begin, order=order, whole=whole, longest=longest)
     made = None
     if known.begins is not None and terms + chunk < 1 << 31:
         lengths = known.on(flat.device, small).diff() if known.lengths is None else known.lengths
@@ -295,14 +298,6 @@ def keep_lengths(index: Tensor, lengths: Sequence[int], on_device: Tensor | None
     if 0 < len(lengths) <= _FEW_ROWS:
         begins = np.array((0, *lengths), dtype=np.int64).cumsum()
         _structures.keep((index,), "lengths", _Rows(begins, lengths=on_device))
-
-
-def _cached_rows(index: Tensor, rows: int) -> _Rows | None:
-    known: _Rows | None = _structures.of(index, "lengths")
-    # What is sent while a graph is captured would be sent by its replays.
-    if known is None or known.begins is None or known.begins.shape[0] != rows + 1:
-        return None
-    return None if index.is_cuda and torch.cuda.is_current_stream_capturing() else known
 
 
 def bitmasks_of(index: Tensor) -> Tensor:
