@@ -121,7 +121,6 @@ class TensorCache(Generic[Built]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._known: dict[Hashable, tuple[tuple[weakref.ref[Tensor], ...], Built]] = {}
-        self._lock = new_lock()
         _caches.add(self)
 
     def __len__(self) -> int:
@@ -129,15 +128,13 @@ class TensorCache(Generic[Built]):
 
     def clear(self) -> None:
         """Forget everything."""
-        with self._lock:
-            self._known.clear()
+        self._known.clear()
 
     def forget(self, tensor: Tensor) -> None:
         """Forget what was built from a tensor."""
-        with self._lock:
-            for key, (refs, _) in tuple(self._known.items()):
-                if any(ref() is tensor for ref in refs):
-                    self._known.pop(key, None)
+        for key, (refs, _) in tuple(self._known.items()):
+            if any(ref() is tensor for ref in refs):
+                self._known.pop(key, None)
 
     def of(self, tensor: Tensor, key: Hashable = None) -> Built | None:
         """What was built of one tensor, if it is kept; `find` in the time of a call that does nothing else."""
@@ -185,10 +182,7 @@ class TensorCache(Generic[Built]):
         refs: list[weakref.ref[Tensor]] = []
         for tensor in tensors:
             refs.append(weakref.ref(tensor, gone))
-        with self._lock:
-            while len(self._known) >= self.limit:
-                del self._known[next(iter(self._known))]
-            self._known[whole] = tuple(refs), built
+        insert(self._known, whole, (tuple(refs), built), self.limit)
         return built
 
     def get(self, tensors: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:

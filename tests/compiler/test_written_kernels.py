@@ -12,7 +12,7 @@ import torch
 
 from insum_nn.compiler.kernels import background, launch, written
 from insum_nn.compiler.kernels.source import Launcher
-from insum_nn.compiler.kernels.written import WrittenKernel, WrittenKernels
+from insum_nn.compiler.kernels.written import WrittenKernels
 from tests.compiler.corpus.statements import DEVICE_TYPE
 
 TEXT = "import triton\n\n\n@triton.jit\ndef kernel(x):\n    pass\n"
@@ -21,8 +21,8 @@ TEXT = "import triton\n\n\n@triton.jit\ndef kernel(x):\n    pass\n"
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> WrittenKernels:
     monkeypatch.setattr(written, "available", lambda: True)
-    monkeypatch.setattr(written, "_launcher", lambda kernel, device: kernel)
-    return WrittenKernels([WrittenKernel(TEXT, ("*i32",))])
+    monkeypatch.setattr(written, "launcher", lambda *given, **_: given[:2])
+    return written.written.__wrapped__((TEXT, (torch.int32,)))
 
 
 def test_their_machine_code_is_looked_for_now_and_then(kernels: WrittenKernels, monkeypatch: pytest.MonkeyPatch):

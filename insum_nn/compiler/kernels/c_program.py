@@ -17,7 +17,7 @@ Nothing of it depends on sizes or on index tensors, but for the extents that are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -354,18 +354,21 @@ class _Printed:
                 line = f"{name} = {source}.transpose({copy.swapped}, -1).contiguous()"
                 self.lines += [line] if line not in self.lines else []
                 where[copy.copy.name] = name
-            known = _Known(
-                letters, shapes[part.output], {name: (where[name], shapes.get(-1 - n)) for name, n in places.items()}
-            )
+            known = {
+                f"{name}_{axis}": f"{where[name]}.shape[{axis}]" if n >= 0 else shapes[-1 - n][axis]
+                for (name, n), rank in zip(places.items(), bound.layout.ranks, strict=True)
+                for axis in range(rank)
+            }
+            known |= {f"{OUTPUT}_{axis}": text for axis, text in enumerate(shapes[part.output])} | letters
             if kernel.structure is not None:
                 index, rows = kernel.structure
-                self.sort(bound.index_dtypes[bound.layout.tensors.index(index)], where, index, known.text(rows))
+                self.sort(bound.index_dtypes[bound.layout.tensors.index(index)], where, index, _text(rows, known))
             first = bound is part.bound
             where[INITIAL] = "initial" if first else out
             if first:
                 self.fill(part, bound, kernel, out, shapes[part.output])
             pointers = [self.argument(where[name]) for name in kernel.pointers]
-            numbers = [self.number(known.text(Size(name))) for name in kernel.numbers]
+            numbers = [self.number(known[name]) for name in kernel.numbers]
             work = " * ".join(letters.values()) or "1"
             numbers.append(self.number(f"threads() if {work} > {_DIVIDED} else 1"))
             self.calls.append(f"{kernel.name}({', '.join([*pointers, *numbers])})")
@@ -412,25 +415,12 @@ def _read(part: Part, kernel: CKernel) -> list[int]:
     return [at for at, name in enumerate(part.bound.layout.tensors) if name in names]
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """How the sizes of a kernel are called in `body`."""
-
-    letters: dict[str, str]
-    shape: Sequence[str]
-    tensors: dict[str, tuple[str, Sequence[str] | None]]
-
-    def text(self, size: Expr) -> str:
-        if isinstance(size, Const):
-            return str(int(size.value))
-        if isinstance(size, Op):
-            left, right = map(self.text, size.args)
-            return f"({left} {'+' if size.name == 'add' else '*'} {right})"
-        assert isinstance(size, Size)
-        if size.name in self.letters:
-            return self.letters[size.name]
-        name, _, axis = size.name.rpartition("_")
-        if name == OUTPUT:
-            return self.shape[int(axis)]
-        tensor, shape = self.tensors[name]
-        return f"{tensor}.shape[{axis}]" if shape is None else shape[int(axis)]
+def _text(size: Expr, names: Mapping[str, str]) -> str:
+    """A size of a kernel as it is called in `body`."""
+    if isinstance(size, Const):
+        return str(int(size.value))
+    if isinstance(size, Op):
+        left, right = (_text(each, names) for each in size.args)
+        return f"({left} {'+' if size.name == 'add' else '*'} {right})"
+    assert isinstance(size, Size)
+    return names[size.name]

@@ -33,6 +33,7 @@ from insum_nn.compiler.tuning.build_once import BuildOnce
 from insum_nn.compiler.tuning.database import size_bucket
 from insum_nn.compiler.tuning.select import Selected
 from insum_nn.facts import StaticTable
+from insum_nn.tensor_cache import insert
 
 __all__ = ["Generated"]
 
@@ -147,11 +148,9 @@ class Generated:
                     break
             kernel = kernels.get(key)
             if kernel is None:
-                if len(kernels) >= _LIMIT:
-                    kernels.clear()
                 expanded = None if initial is None else initial.expand(output)
                 kernel = self._kernel(bucket, schedule, tensors, Extents(indices, output), expanded, partition)
-                kernels[key] = kernel
+                insert(kernels, key, kernel, _LIMIT)
             if further:
                 others = kernel.additional(tensors, partition)
                 return kernel.call(tensors, initial, indices, output, partition, others), *others
@@ -192,10 +191,8 @@ class Generated:
             prepared()
             kernel = UnsizedKernel(form, schedule, strides, self.precision)
             keep_plans()
-            if len(self._kernels) >= _LIMIT:
-                self._kernels.clear()
             # As long as it lives, so does its machine code.
-            self._kernels[key] = kernel
+            insert(self._kernels, key, kernel, _LIMIT)
         return kernel
 
     def _form(self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents) -> Form:
@@ -208,13 +205,10 @@ class Generated:
             sizes[CELLS] = math.prod(extents.output)
             if self.form.row_index is not None:
                 sizes[ROW_LOOP] = extents.output[self.form.row_axis]
-            if len(self._forms) >= _LIMIT:
-                self._forms.clear()
-            plan = self.form.plan.at(bucket=list(bucket))
-            form = replace(self.form, sizes=sizes, plan=plan)
-            form = self._forms[bucket] = group_by_key(
-                form, [tensor.shape for tensor in tensors], deterministic=self.options.deterministic
-            )
+            form = replace(self.form, sizes=sizes, plan=self.form.plan.at(bucket=list(bucket)))
+            shapes = [tensor.shape for tensor in tensors]
+            form = group_by_key(form, shapes, deterministic=self.options.deterministic)
+            insert(self._forms, bucket, form, _LIMIT)
         return form
 
     def _by_length(self, form: Form) -> bool:
@@ -238,9 +232,6 @@ class Generated:
             longest = longest_row(tensors[form.row_index_place], extents.output[form.row_axis], form.permuted)
             key = (bucket, *form.lengths(extents.indices, extents.output, longest))
             form = replace(form, sizes={**form.sizes, LONGEST: longest})
-        found = self._schedules.get(key)
-        if found is not None:
-            return found
 
         def choose() -> Selected[Schedule]:
             chosen = choose_schedule(form, self.tables, bucket, tensors, extents, initial, self.precision, self.options)

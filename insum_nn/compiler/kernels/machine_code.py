@@ -12,6 +12,8 @@ import linecache
 import os
 import sys
 from ast import literal_eval
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,8 +23,6 @@ __all__ = [
     "Target",
     "active_target",
     "compile_code",
-    "compile_dots",
-    "compile_narrow",
     "drop_module",
     "make_module",
     "serve",
@@ -109,62 +109,57 @@ def drop_module(module: ModuleType) -> None:
 def compile_code(function: Any, code: KernelCode) -> Any:
     """Triton's compiled kernel, from Triton's function of the text; it is kept on disk, and looked for there first."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as compile_any
+    from triton.compiler import ASTSource, compiler
 
-    compile_source = compile_narrow() if code.narrow else compile_dots() if code.many_dots else compile_any
+    compile_source: Any = compiler.compile
+    if code.narrow or code.many_dots:
+        # `compile` and a stage that it calls are copied with other globals, so nothing changes for other kernels.
+        change = _without_coalescing if code.narrow else _without_optimizing
+        compile_source = _with_globals(
+            compile_source, make_backend=lambda target: change(compiler.make_backend(target))
+        )
     signature = dict(zip(function.arg_names, code.signature, strict=True))
     attributes = {(place,): [["tt.divisibility", 16]] for place in code.aligned}
     source, target = ASTSource(function, signature, {}, attributes), GPUTarget(*code.target)
     return compile_source(source, target=target, options=dict(code.options))
 
 
-@functools.cache
-def compile_narrow() -> Any:
-    """Triton's `compile` for kernels in which each thread holds one value of a tensor: without the pass `coalesce`.
+def _without_coalescing(backend: Any) -> Any:
+    """Have a back end compile kernels in which each thread holds one value of a tensor: without the pass `coalesce`.
 
     The pass chooses how many neighbouring values a thread loads at once, which is one there. For each load and store it
     walks all that it is connected with: of the 12 s that an unrolled tensor product of 2400 lines took, it took 10.
-    `compile` and the stage that calls the pass are copied with other globals, so nothing changes for other kernels.
-    Where Triton is built in another way, its own `compile` is returned.
     """
-    from triton.compiler import compiler
 
-    def make_backend(target: Any) -> Any:
-        backend: Any = compiler.make_backend(target)
-        passes = backend.make_ttgir.__globals__.get("passes")
-        if hasattr(getattr(passes, "ttgpuir", None), "add_coalesce"):
-            stage = _Overridden(passes.ttgpuir, add_coalesce=lambda _: None)
-            backend.make_ttgir = _with_globals(backend.make_ttgir, passes=_Overridden(passes, ttgpuir=stage))
-        return backend
+    def change(passes: Any) -> Any:
+        return _Overridden(passes, ttgpuir=_Overridden(passes.ttgpuir, add_coalesce=lambda _: None))
 
-    return _with_globals(compiler.compile, make_backend=make_backend)
+    return _changed(backend, "make_ttgir", "passes", change)
 
 
-@functools.cache
-def compile_dots() -> Any:
-    """Triton's `compile` for unrolled matrix products: without LLVM's passes over its own representation.
+def _without_optimizing(backend: Any) -> Any:
+    """Have a back end compile unrolled matrix products: without LLVM's passes over its own representation.
 
     Most of their time they look for pairs of values in what Triton has made of the products, where there are none that
     matter: ptxas makes as much of the code as it is. A fully connected product of degree 2 with 64 channels took 5 s
     for its first step instead of 7 to 10, and an H200 661 us for all its kernels instead of 671.
     """
-    from triton.compiler import compiler
 
-    def make_backend(target: Any) -> Any:
-        backend: Any = compiler.make_backend(target)
-        stage = getattr(backend.make_llir, "__func__", None)
-        llvm: Any = getattr(stage, "__globals__", {}).get("llvm")
-        if stage is not None and hasattr(llvm, "optimize_module") and hasattr(llvm, "OPTIMIZE_O0"):
+    def change(llvm: Any) -> Any:
+        level = llvm.OPTIMIZE_O0
+        return _Overridden(llvm, optimize_module=lambda module, _, *rest: llvm.optimize_module(module, level, *rest))
 
-            def optimize(module: Any, _: Any, *rest: Any) -> Any:
-                return llvm.optimize_module(module, llvm.OPTIMIZE_O0, *rest)
+    return _changed(backend, "make_llir", "llvm", change)
 
-            made = _with_globals(stage, llvm=_Overridden(llvm, optimize_module=optimize))
-            backend.make_llir = MethodType(made, backend)
-        return backend
 
-    return _with_globals(compiler.compile, make_backend=make_backend)
+def _changed(backend: Any, stage: str, name: str, change: Callable[[Any], Any]) -> Any:
+    """A back end that finds something else under a global name of a stage; as it is where Triton is built otherwise."""
+    with suppress(AttributeError, KeyError):
+        made = getattr(backend, stage)
+        plain = getattr(made, "__func__", made)
+        copy = _with_globals(plain, **{name: change(plain.__globals__[name])})
+        setattr(backend, stage, copy if plain is made else MethodType(copy, backend))
+    return backend
 
 
 class _Overridden:

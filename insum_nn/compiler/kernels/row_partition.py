@@ -243,8 +243,11 @@ def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition
         return RowPartition(low.shape[0], low, high, row_of=row, order=order)
     known, terms = _structures.of(index, "lengths"), flat.shape[0]
     # What is sent while a graph is captured would be sent by its replays.
-    captured = flat.is_cuda and torch.cuda.is_current_stream_capturing()
-    if known is None or known.begins.shape[0] != rows + 1 or captured:
+    if (
+        known is None
+        or known.begins.shape[0] != rows + 1
+        or (flat.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         bounds = torch.arange(rows + 1, device=flat.device, dtype=flat.dtype)
         begin = torch.searchsorted(flat, bounds, out_int32=small == torch.int32)
         known = _Rows(None if rows > _FEW_ROWS else begin.cpu().numpy(), begin)

@@ -105,28 +105,23 @@ class Numbers:
         named: dict[int, str] = {}
         # Sizes of the grid stand behind the parameters.
         for place, (kind, of, axis) in enumerate((*arguments, *sizes.values())):
-            along = kind in ("stride", "initial_stride", "out_dim")
             if kind == "tensor":
                 inputs.append((place, of))
                 continue
-            if kind == "extent":
-                value = f"x{of}"
-                along = layout.indices[of] in columns
-            elif kind == "stride":
-                value = f"v{of}.stride({axis})"
-            elif kind == "initial_stride":
+            value = {
+                "extent": f"x{of}",
+                "stride": f"v{of}.stride({axis})",
                 # It may be of the last axes alone.
-                value = f"initial.stride({axis - len(layout.output_places)})"
-            elif kind == "out_dim":
-                value = f"o{axis}"
-            elif kind == "dim":
-                value = f"v{of}.shape[{axis}]"
-                along = axis > 0
-            elif kind == "rows":
-                value = "rows"
-            else:
+                "initial_stride": f"initial.stride({axis - len(layout.output_places)})",
+                "out_dim": f"o{axis}",
+                "dim": f"v{of}.shape[{axis}]",
+                "rows": "rows",
+            }.get(kind)
+            if value is None:
                 others.append((place, kind, of))
                 continue
+            along = kind in ("stride", "initial_stride", "out_dim") or (kind == "dim" and axis > 0)
+            along = along or (kind == "extent" and layout.indices[of] in columns)
             named[place] = value
             if not value.isalnum():
                 named[place] = f"n{place}"

@@ -82,14 +82,17 @@ def _digest_of(code: KernelCode) -> str | None:
 def _name_of(code: KernelCode) -> str | None:
     """The file that holds the digest of a kernel; `None`: none, as Triton is asked to look at what it compiles."""
     from triton import knobs
+    from triton._C import libtriton
 
     compilation = knobs.compilation
     if compilation.always_compile or compilation.override or compilation.dump_ir:
         return None
     if getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None:
         return None
+    # Variables on which machine code depends.
+    environment: dict[str, str] = libtriton.get_cache_invalidating_env_vars()  # type: ignore[attr-defined]
     options = _options(code.target, code.options)
-    depends = [code.module, code.text, code.signature, code.aligned, options, _environment(), _triton()]
+    depends = [code.module, code.text, code.signature, code.aligned, options, sorted(environment.items()), _triton()]
     return hashlib.sha256(json.dumps(depends).encode()).hexdigest()
 
 
@@ -101,14 +104,6 @@ def _options(target: Target, options: tuple[tuple[str, int], ...]) -> list[str]:
 
     backend: Any = make_backend(GPUTarget(*target))
     return [backend.hash(), backend.parse_options(dict(options)).hash()]
-
-
-def _environment() -> list[tuple[str, str]]:
-    """Variables on which machine code depends."""
-    from triton._C import libtriton
-
-    found: dict[str, str] = libtriton.get_cache_invalidating_env_vars()  # type: ignore[attr-defined]
-    return sorted(found.items())
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -19,34 +18,21 @@ from insum_nn.compiler.kernels.launch import available, interpreted, launcher, l
 from insum_nn.compiler.kernels.source import Launcher, Source
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["WrittenKernel", "WrittenKernels", "written"]
+__all__ = ["WrittenKernels", "written"]
 
 # Seconds until machine code that was missing is looked for again, which takes as long as several launches.
 _PAUSE = 0.2
-
-
-class WrittenKernel(NamedTuple):
-    """A kernel.
-
-    Attributes:
-        text: a module in which the function `kernel` is Triton's; as it is no multiple of sizes, one serves all.
-        types: Triton's types of its pointers, in the order of its parameters; `None` for numbers of 32 bits.
-        warps: of a program.
-    """
-
-    text: str
-    types: tuple[str | None, ...]
-    warps: int = 4
 
 
 class WrittenKernels:
     """Kernels that are used together.
 
     Args:
-        kernels: theirs.
+        kernels: of each its text, which serves all sizes, and Triton's types of its pointers, in the order of its
+            parameters, with `None` for numbers of 32 bits.
     """
 
-    def __init__(self, kernels: Sequence[WrittenKernel]) -> None:
+    def __init__(self, kernels: Sequence[tuple[Source, Sequence[str | None]]]) -> None:
         self.kernels = tuple(kernels)
         self._ready: dict[torch.device, tuple[Launcher, ...]] = {}
         self._again: dict[torch.device, float] = {}
@@ -62,7 +48,7 @@ class WrittenKernels:
         waits = collecting() is None and not interpreted()
         if waits and time.monotonic() < self._again.get(device, 0.0):
             return None
-        found = tuple([_launcher(kernel, device) for kernel in self.kernels])
+        found = tuple([launcher(source, types, (), device, wide=False) for source, types in self.kernels])
         if not load_ahead(found):
             if waits:
                 self._again[device] = time.monotonic() + _PAUSE
@@ -75,13 +61,9 @@ class WrittenKernels:
 @lru_cache(maxsize=64)
 def written(*kernels: tuple[str, tuple[torch.dtype, ...]], warps: int = 4) -> WrittenKernels:
     """Kernels of these texts; each with what its pointers point to, behind which stand numbers."""
-    found: list[WrittenKernel] = []
+    found: list[tuple[Source, Sequence[str | None]]] = []
     for text, dtypes in kernels:
         numbers = text.partition("def kernel(")[2].partition(")")[0].count(",") + 1 - len(dtypes)
-        found.append(WrittenKernel(text, (*(dtype_of(each).pointer for each in dtypes), *[None] * numbers), warps))
+        source = Source(text, (), "", {}, Schedule(warps=warps), torch.int32, finished=True)
+        found.append((source, [*(dtype_of(each).pointer for each in dtypes), *[None] * numbers]))
     return WrittenKernels(found)
-
-
-def _launcher(kernel: WrittenKernel, device: torch.device) -> Launcher:
-    source = Source(kernel.text, (), "", {}, Schedule(warps=kernel.warps), torch.int32, finished=True)
-    return launcher(source, kernel.types, (), device, wide=False)

@@ -208,21 +208,16 @@ class _Trial:
             self.runs()
         return [*collection.codes]
 
-    @staticmethod
-    def refused(error: Exception) -> bool:
-        """`False` where Triton has no code or no room for a schedule; other errors are errors."""
-        if type(error).__module__.startswith("triton") or "PassManager" in str(error):
-            return False
-        raise error
-
     def runs(self) -> bool:
-        """Run once, and say whether the device has room for the schedule."""
+        """Run once; `False` where Triton has no code, or the device no room, for the schedule."""
         try:
             self.run()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            return self.refused(error)
+            if type(error).__module__.startswith("triton") or "PassManager" in str(error):
+                return False
+            raise
         return True
 
     def time(self, repeat: int) -> float:

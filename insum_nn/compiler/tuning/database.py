@@ -341,9 +341,7 @@ def _take(file: IO[bytes] | None) -> bool:
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # A file system without locks: every process measures.
-        return True
+    except OSError as error:
+        # On a file system without locks every process measures.
+        return not isinstance(error, BlockingIOError)
     return True

@@ -75,15 +75,6 @@ def _filler() -> Tensor | None:
         return None
 
 
-def _has_room(run: Callable[[], object]) -> bool:
-    """Run it once; whether the device has room for it."""
-    try:
-        run()
-    except torch.OutOfMemoryError:
-        return False
-    return True
-
-
 # Runs of which the median counts.
 _RUNS = 10
 
@@ -93,7 +84,9 @@ def time_whole(run: Callable[[], object], repeat: int = _RUNS) -> float:
 
     Each is measured alone, since together they would vary with the host. Infinite where the device has no room.
     """
-    if not _has_room(run):
+    try:
+        run()
+    except torch.OutOfMemoryError:
         return math.inf
     torch.cuda.synchronize()
     times: list[float] = []
