@@ -182,7 +182,11 @@ class TensorCache(Generic[Built]):
         refs: list[weakref.ref[Tensor]] = []
         for tensor in tensors:
             refs.append(weakref.ref(tensor, gone))
-        insert(self._known, whole, (tuple(refs), built), self.limit)
+        # `insert`, written out.
+        with _lock:
+            while len(self._known) >= self.limit:
+                del self._known[next(iter(self._known))]
+            self._known[whole] = tuple(refs), built
         return built
 
     def get(self, tensors: Sequence[Tensor], key: Hashable, build: Callable[[], Built]) -> Built:

@@ -18,7 +18,7 @@ from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels.collection import block_of, collection_of
 from insum_nn.compiler.kernels.launch import launcher
 from insum_nn.compiler.kernels.row_partition import RowPartition, bitmasks_of
-from insum_nn.compiler.kernels.source import Launcher, Numbers, OnDevice, Source, Strides, initial_steps, write_kernel
+from insum_nn.compiler.kernels.source import Launcher, Numbers, OnDevice, Strides, initial_steps, write_kernel
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.schedule.additional import memory_of
@@ -27,7 +27,7 @@ from insum_nn.compiler.schedule.form import Form
 from insum_nn.dtypes import dtype_of
 from insum_nn.locks import cached_property
 
-__all__ = ["WIDE", "UnsizedKernel", "reach_of", "strides_of", "types_of"]
+__all__ = ["WIDE", "UnsizedKernel", "reach_of", "strides_of"]
 
 # Elements from which some offset may need 64 bits.
 WIDE = 2**31 - 2**16
@@ -203,22 +203,20 @@ class UnsizedKernel:
             f"    key = ({', '.join(['number', *tells])},)",
             "    code = loaded.get(key)",
             f"    if {' or '.join(slow)}:",
-            f"        kernel.launch([{given}], grid, tensors, partition, key)",
+            f"        kernel.launch([{given}], grid, device, key)",
             "    else:",
             "        begin, handle, metadata, rest, _ = code",
             "        begin(grid, 1, 1, stream(number), handle, metadata, None, None, None, "
             f"{', '.join(numbers.names)}, *rest)",
         ]
 
-    def launch(
-        self, arguments: list[Any], grid: int, tensors: Sequence[Tensor], partition: RowPartition | None, key: object
-    ) -> None:
+    def launch(self, arguments: list[Any], grid: int, device: torch.device, key: object) -> None:
         """Launch on arguments of which nothing is known; `key` is under what `call` looks for the machine code."""
         launch = self._launches.get(key)
         if launch is None:
             even = tuple([place for place in self.numbers.vectors if not arguments[place] % 16])
-            types = types_of(self.form, self.source, tensors, partition)
-            launch = self._launches[key] = launcher(self.source, types, even, tensors[0].device, self.strides.wide)
+            launch = launcher(self.source, _types(arguments), even, device, self.strides.wide)
+            self._launches[key] = launch
         launch(arguments, grid)
         loaded = launch.on_device()
         if loaded is not None:
@@ -256,14 +254,14 @@ class UnsizedKernel:
         """
         count, block = rows.shape[0], block_of(cells)
         if count and cells:
+            arguments = [workspace, output, rows, first, cells, inner, step]
             key = (block, output.dtype, output.device)
             launch = self._launches.get(key)
             if launch is None:
-                source = collection_of(cells, self.source.accumulator)
-                pointers = (dtype_of(source.accumulator).pointer, dtype_of(output.dtype).pointer, "*i64", "*i64")
-                types = (*pointers, None, None, None)
-                launch = self._launches[key] = launcher(source, types, (), output.device, self.strides.wide)
-            launch([workspace, output, rows, first, cells, inner, step], count * -(-cells // block))
+                source = collection_of(cells, workspace.dtype)
+                launch = launcher(source, _types(arguments), (), output.device, self.strides.wide)
+                self._launches[key] = launch
+            launch(arguments, count * -(-cells // block))
 
     def add_divided(
         self, made: Tensor, workspace: Tensor, initial: Tensor | None, partition: RowPartition, output: tuple[int, ...]
@@ -307,22 +305,6 @@ class UnsizedKernel:
         return made if made.dtype == self.dtype else made.to(self.dtype)
 
 
-def types_of(form: Form, source: Source, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[str | None]:
+def _types(arguments: Sequence[Any]) -> list[str | None]:
     """Triton's types of the pointers; `None` for numbers."""
-    found: list[str | None] = []
-    for argument in source.arguments:
-        if argument.kind == "tensor":
-            dtype = tensors[argument.place].dtype
-        elif argument.kind in ("out", "initial", "workspace", "additional"):
-            wide = argument.kind == "workspace" or (argument.kind == "out" and not source.finished)
-            own = form.bound.dtype if argument.kind == "initial" else form.bound.out_dtype
-            dtype = source.accumulator if wide else own
-        elif argument.kind == "bitmasks":
-            dtype = torch.int32
-        elif argument.kind in _RANGES:
-            dtype = getattr(partition, argument.kind).dtype
-        else:
-            found.append(None)
-            continue
-        found.append(dtype_of(dtype).pointer)
-    return found
+    return [dtype_of(each.dtype).pointer if isinstance(each, Tensor) else None for each in arguments]

@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from insum_nn.compiler.codegen.calls import Call, CallGraph
 from insum_nn.compiler.ir.schedule import Schedule, precision_of
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.launch import function_of
-from insum_nn.compiler.kernels.sized import strides_of, types_of
+from insum_nn.compiler.kernels.sized import strides_of
 from insum_nn.compiler.kernels.source import Source, write_kernel
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.options import Options
@@ -24,6 +23,7 @@ from insum_nn.compiler.runtime.library_calls import library_calls_of
 from insum_nn.compiler.schedule.candidates import candidates
 from insum_nn.compiler.schedule.defaults import default_schedule
 from insum_nn.compiler.schedule.form import Form, FormError
+from insum_nn.dtypes import dtype_of
 from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
 
 __all__ = ["Code", "code_of", "digest", "graphs_of", "ttir", "without_call_names", "without_names"]
@@ -128,10 +128,15 @@ def ttir(entry: Entry, form: Form, source: Source) -> str:
     target = GPUTarget(DEVICE_TYPE, _CAPABILITY, 32)
     backend = make_backend(target)
     function = function_of(source)
+    sums = source.accumulator
+    dtypes = {"out": form.bound.out_dtype if source.finished else sums, "workspace": sums, "bitmasks": torch.int32}
+    dtypes |= {"initial": form.bound.dtype, "additional": form.bound.out_dtype}
     # Orders and bounds of rows are made from an index tensor, in its own dtype or int64.
-    partition = SimpleNamespace(**dict.fromkeys(("begin", "end", "target", "row_of", "order"), torch.empty(0).long()))
-    types = types_of(form, source, entry.tensors, partition)  # type: ignore[arg-type]
-    signature = {name: kind or "i32" for name, kind in zip(function.arg_names, types, strict=True)}
+    dtypes |= dict.fromkeys(("begin", "end", "target", "row_of", "order"), torch.int64)
+    signature: dict[str, str] = {}
+    for name, (kind, place, _) in zip(function.arg_names, source.arguments, strict=True):
+        dtype = entry.tensors[place].dtype if kind == "tensor" else dtypes.get(kind)
+        signature[name] = "i32" if dtype is None else dtype_of(dtype).pointer
     options = backend.parse_options(dict(source.schedule.launch_options))
     context = ir.context()
     ir.load_dialects(context)
