@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from insum_nn.compiler.kernels.ahead import collect
-from insum_nn.compiler.kernels.source import Launcher
+from insum_nn.compiler.kernels.launch import Launcher
 from insum_nn.compiler.kernels.written import WrittenKernels
 from tests.pretended_gpu import H200, Pretence, pretended_gpu
 

@@ -32,8 +32,7 @@ from torch import Tensor
 from insum_nn.compiler.codegen import triton as triton_printer
 from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels import background
-from insum_nn.compiler.kernels.row_partition import bitmasks_of
-from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks
+from insum_nn.compiler.kernels.row_structures import divide_rows
 from insum_nn.compiler.schedule.form import Form
 from insum_nn.errors import InsumError
 from insum_nn.facts import IndexFacts
@@ -288,7 +287,7 @@ MAPS = [MOVES[place] for place in (0, 3, 5, 6, 7, 12, 15, 17, 19)]
 
 
 def run_maps(device: torch.device, chosen: Sequence[Geometry] = MAPS) -> Counter[str]:
-    """Maps, divided rows and bitmasks by hand-written kernels are those made without them; bad voxels are refused.
+    """Maps and divided rows by hand-written kernels are those made without them; bad voxels are refused.
 
     Raises:
         AssertionError: one is another, or was not built by these kernels.
@@ -305,10 +304,6 @@ def run_maps(device: torch.device, chosen: Sequence[Geometry] = MAPS) -> Counter
     for lengths in LENGTHS.values():
         for chunk in (1, 8):
             assert divided(lengths, chunk, device).split
-    for rows, columns in ((5, 9), (70, 1030)):
-        index = torch.where(torch.rand(rows, columns) < 0.5, -1, 1).int()
-        found = wait_for_kernel(lambda index=index: row_bitmasks(index.to(device)))
-        assert torch.equal(found.cpu(), bitmasks_of(index))
     refused = 0
     for row, text in BAD_ROWS.items():
         for how in bad:

@@ -18,7 +18,7 @@ from insum_nn import IndexFacts, Options
 from insum_nn.compiler.api import compile_built
 from insum_nn.compiler.kernels import launch, sized
 from insum_nn.compiler.kernels.ahead import collect
-from insum_nn.compiler.kernels.source import OnDevice
+from insum_nn.compiler.kernels.launch import OnDevice
 from insum_nn.compiler.kernels.written import WrittenKernels
 from insum_nn.compiler.runtime import dispatch
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError

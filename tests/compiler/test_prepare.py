@@ -18,8 +18,8 @@ from insum_nn import Options
 from insum_nn.compiler.kernels import ahead, launch
 from insum_nn.compiler.kernels.ahead import collect
 from insum_nn.compiler.kernels.background import compile_all
+from insum_nn.compiler.kernels.launch import OnDevice
 from insum_nn.compiler.kernels.machine_code import KernelCode
-from insum_nn.compiler.kernels.source import OnDevice
 from insum_nn.compiler.runtime import prepare as prepare_module
 from insum_nn.errors import InsumBackendError, InsumFormatError
 from insum_nn.testing.tolerances import assert_matches

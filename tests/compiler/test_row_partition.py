@@ -24,7 +24,7 @@ from insum_nn.compiler.kernels.row_partition import (
     longest_row,
     partition_of,
 )
-from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks
+from insum_nn.compiler.kernels.row_structures import divide_rows
 from tests.compiler.divided_rows import LENGTHS, divided, wait_for_kernel
 from tests.compiler.interpreted import interpreter
 from tests.device_calls import DeviceCalls, device_calls
@@ -309,26 +309,6 @@ def test_rows_are_divided_on_the_device(name: str, chunk: int):
     assert [len(calls.reads) for calls in seen] == [0, 1]
 
 
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (31, 520), (32, 5), (70, 1030)])
-def test_bitmasks_are_written_on_the_device(rows: int, columns: int, dtype: torch.dtype):
-    index = torch.where(torch.rand(rows, 2 * columns) < 0.5, -1, torch.randint(0, 9, (rows, 2 * columns))).to(dtype)
-    for own in (index[:, :columns].contiguous(), index[:, ::2]):
-        with device_calls() as calls:
-            words = bitmasks_of(own)
-        assert (calls.kernels, calls.total) == (1, not own.is_contiguous())
-        assert torch.equal(words, bitmasks_of(own.clone()))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "columns"), [(27, 1030), (70, 2000)])
-def test_bitmasks_are_written_on_a_gpu(gpu: torch.device, rows: int, columns: int):
-    index = torch.where(torch.rand(rows, columns) < 0.5, -1, torch.randint(0, 9, (rows, columns))).int()
-    made = wait_for_kernel(lambda: row_bitmasks(index.to(gpu)))
-    assert torch.equal(made.cpu(), bitmasks_of(index))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LENGTHS)
 def test_rows_are_divided_on_a_gpu(gpu: torch.device, name: str):
@@ -336,8 +316,7 @@ def test_rows_are_divided_on_a_gpu(gpu: torch.device, name: str):
         wait_for_kernel(lambda dtype=dtype: divide_rows(torch.tensor([1, 2], dtype=dtype, device=gpu), 0, 4, 2, 0))
     for chunk in (1, 3, 8):
         for missing in (0, 3):
-            made = divided(LENGTHS[name], chunk, gpu, missing=missing)
-            assert made.begin.untyped_storage().nbytes() > 16
+            divided(LENGTHS[name], chunk, gpu, missing=missing)
 
 
 @pytest.mark.parametrize("rows", [40, 5000])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from insum_nn.compiler.kernels import background, launch, written
-from insum_nn.compiler.kernels.source import Launcher
+from insum_nn.compiler.kernels.launch import Launcher
 from insum_nn.compiler.kernels.written import WrittenKernels
 from tests.compiler.corpus.statements import DEVICE_TYPE
 

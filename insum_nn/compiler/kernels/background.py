@@ -145,17 +145,11 @@ class Worker:
 
     def close(self) -> None:
         """End the process, after the kernel that it compiles."""
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None and not stream.closed:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    pass
         try:
-            self.process.wait(10)
+            self.process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            self.process.communicate()
 
 
 def _nothing(_: Compiled) -> None: ...

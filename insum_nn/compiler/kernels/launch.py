@@ -11,9 +11,9 @@ import importlib.util
 import os
 import sys
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ from insum_nn.compiler.kernels import background
 from insum_nn.compiler.kernels.ahead import Collection, collecting, target_of
 from insum_nn.compiler.kernels.c_launcher import build_ahead, prepare_launcher
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target, compile_code, drop_module, make_module
-from insum_nn.compiler.kernels.source import Launcher, OnDevice, Source
+from insum_nn.compiler.kernels.source import Source
 from insum_nn.compiler.kernels.stored_code import find_code, is_storable, is_stored, remember_code
 from insum_nn.compiler.tuning.build_once import BuildOnce
 from insum_nn.errors import InsumDeviceError
 from insum_nn.locks import new_lock
 
-__all__ = ["available", "function_of", "interpreted", "launcher", "load_ahead"]
+__all__ = ["Launcher", "OnDevice", "available", "function_of", "interpreted", "launcher", "load_ahead"]
 
 
 def interpreted() -> bool:
@@ -80,6 +80,24 @@ def _forget(module: ModuleType) -> None:
     """Drop the module of a function that is gone."""
     with _lock:
         drop_module(module)
+
+
+class OnDevice(NamedTuple):
+    """Machine code on a device.
+
+    Attributes:
+        begin: Triton's launcher.
+        handle: the function on the device.
+        metadata: what else its launcher takes.
+        rest: arguments that its launcher takes behind those of the kernel.
+        kernel: whose handle this is, which has to live as long.
+    """
+
+    begin: Callable[..., None]
+    handle: int
+    metadata: Any
+    rest: tuple[int, ...]
+    kernel: object
 
 
 class _Launch:
@@ -207,6 +225,10 @@ class _Interpret:
     def on_device(self) -> OnDevice | None:
         """Nothing is loaded."""
         return None
+
+
+Launcher = _Launch | _Interpret
+"""What launches so many programs of a kernel on a list of arguments."""
 
 
 def launcher(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from insum_nn.compiler.ir.schedule import UNDIVIDED, Schedule
-from insum_nn.compiler.kernels.row_structures import divide_rows, row_bitmasks, tile_rows
+from insum_nn.compiler.kernels.row_structures import divide_rows, tile_rows
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.passes.tile import WORD_BITS
 from insum_nn.compiler.schedule.form import Form
@@ -284,7 +284,7 @@ def _divide(begin: Tensor, chunk: int, ranges: int, divided: int) -> tuple[Tenso
     target = torch.where(more, whole - 1, rows)[row] - steps * more[row]
     # Each begins at a multiple of 16 bytes, or the machine code would depend on how many ranges there are.
     packed = torch.empty((4, -(-ranges // 4) * 4), dtype=begin.dtype, device=device)
-    packed[:, :ranges] = torch.stack((low, high, target, rows[row]))
+    packed[:, :ranges] = torch.stack((low, high, target, row))
     of = more.nonzero_static(size=divided).squeeze(1)
     first = torch.nn.functional.pad(parts[of].cumsum(0, dtype=torch.int64), (1, 0))
     return *packed[:, :ranges].unbind(0), of, first
@@ -310,12 +310,9 @@ def bitmasks_of(index: Tensor) -> Tensor:
         (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one.
     """
     found: Tensor | None = _structures.of(index, "bitmasks")
-    return _structures.keep((index,), "bitmasks", _kept(_new_bitmasks, index)) if found is None else found
-
-
-def _new_bitmasks(index: Tensor) -> Tensor:
-    found = row_bitmasks(index.contiguous()) if index.is_cuda else None
-    return new_bitmasks_of(index) if found is None else found
+    if found is not None:
+        return found
+    return _structures.keep((index,), "bitmasks", _kept(new_bitmasks_of, index.contiguous()))
 
 
 def new_bitmasks_of(index: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What is made of an index tensor, by one kernel that is written by hand: ranges of rows, tiles of them, and bitmasks.
+"""What is made of an index tensor, by one kernel that is written by hand: ranges of rows, and tiles of them.
 
 Of rows the host knows the lengths, so it knows how many ranges there are. To compute and send them all would take it
-several times as long as a launch, and so would torch's operators for bitmasks, at every new index tensor.
+several times as long as a launch, at every new index tensor.
 """
 
 from __future__ import annotations
@@ -10,37 +10,15 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.kernels.written import written
-from insum_nn.compiler.passes.tile import WORD_BITS
 
-__all__ = ["divide_rows", "row_bitmasks", "tile_rows"]
+__all__ = ["divide_rows", "tile_rows"]
 
 # Rows, and ranges of a row, that a program looks at together.
 _BLOCK = 256
-# Columns of an index tensor that a program takes, and rows that it takes at a time.
-_COLUMNS = 512
-_ROWS = 8
 # Rows up to which one kernel divides them into tiles.
 _FEW_ROWS = 1024
 # Entries that 32 bits number, and a block more.
 _NARROW = (1 << 31) - (1 << 16)
-
-_BITMASKS = f"""import triton
-import triton.language as tl
-
-
-@triton.jit
-def kernel(index, words, rows, columns, blocks):
-    word = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * {_COLUMNS} + tl.arange(0, {_COLUMNS})
-    found = tl.zeros(({_COLUMNS},), tl.int32)
-    for first in range(0, {WORD_BITS}, {_ROWS}):
-        bit = first + tl.arange(0, {_ROWS})
-        row = word * {WORD_BITS} + bit
-        inside = ((bit < {WORD_BITS}) & (row < rows))[:, None] & (column < columns)[None, :]
-        entry = tl.load(index + (row[:, None] * columns + column[None, :]), mask=inside, other=-1)
-        found += tl.sum((entry >= 0).to(tl.int32) << bit[:, None], 0)
-    tl.store(words + (word * columns + column), found, mask=column < columns)
-"""
 
 _DIVIDED = f"""import triton
 import triton.language as tl
@@ -116,25 +94,6 @@ def kernel(flat, begin, end, row_of, rows, terms, steps, size, count):
 """
 
 
-def row_bitmasks(index: Tensor) -> Tensor | None:
-    """Return which rows of a contiguous index tensor (k, i) have an entry in each of its columns.
-
-    Returns:
-        (ceil(k / 31), i) int32: bit b of word w says whether row 31 w + b has one. `None`: the kernel cannot be
-        launched, or not yet.
-    """
-    rows, columns = index.shape
-    if not 0 < rows * columns < _NARROW or torch._C._len_torch_dispatch_stack() > 0:
-        return None
-    launchers = written((_BITMASKS, (index.dtype, torch.int32))).launchers(index.device)
-    if launchers is None:
-        return None
-    count, blocks = -(-rows // WORD_BITS), -(-columns // _COLUMNS)
-    words = torch.empty((count, columns), dtype=torch.int32, device=index.device)
-    launchers[0]([index, words, rows, columns, blocks], count * blocks)
-    return words
-
-
 def tile_rows(flat: Tensor, rows: int, size: int, count: int) -> tuple[Tensor, ...] | None:
     """Divide the terms of each row into tiles.
 
@@ -177,11 +136,7 @@ def divide_rows(lengths: Tensor, begin: int, chunk: int, ranges: int, divided: i
     launchers = written((_DIVIDED, (lengths.dtype, *[torch.int32] * 4, *[torch.int64] * 2))).launchers(lengths.device)
     if launchers is None:
         return None
-    # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
-    step, narrow = -(-ranges // 4) * 4, -(-divided // 2) * 4
-    whole = torch.empty(4 * step + narrow + 2 * (divided + 1), dtype=torch.int32, device=lengths.device)
-    made = [whole.as_strided((ranges,), (1,), place * step) for place in range(4)]
-    wide = ((divided, 4 * step), (divided + 1, 4 * step + narrow))
-    made += [whole.as_strided((2 * count,), (1,), start).view(torch.int64) for count, start in wide]
+    made = [torch.empty(ranges, dtype=torch.int32, device=lengths.device) for _ in range(4)]
+    made += [torch.empty(count, dtype=torch.int64, device=lengths.device) for count in (divided, divided + 1)]
     launchers[0]([lengths, *made, begin, chunk], lengths.shape[0])
     return tuple(made)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels.collection import block_of, collection_of
-from insum_nn.compiler.kernels.launch import launcher
+from insum_nn.compiler.kernels.launch import Launcher, OnDevice, launcher
 from insum_nn.compiler.kernels.row_partition import RowPartition, bitmasks_of
-from insum_nn.compiler.kernels.source import Launcher, Numbers, OnDevice, Strides, initial_steps, write_kernel
+from insum_nn.compiler.kernels.source import Numbers, Strides, initial_steps, write_kernel
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.schedule.additional import memory_of

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from insum_nn.compiler.schedule.form import Form, input_of
 from insum_nn.compiler.schedule.placement import extent_arguments, place_indices
 from insum_nn.dtypes import wide_dtype
 
-__all__ = ["Argument", "Launcher", "Numbers", "OnDevice", "Source", "Strides"]
-__all__ += ["arguments_of", "initial_steps", "nest_of", "write_kernel"]
+__all__ = ["Argument", "Numbers", "Source", "Strides", "arguments_of", "initial_steps", "nest_of", "write_kernel"]
 
 
 class Argument(NamedTuple):
@@ -58,12 +57,9 @@ def initial_steps(initial: Tensor | None) -> tuple[str, ...] | None:
     if initial is None:
         return None
     # An expanded axis says so itself; whether all is contiguous, extents without a value do not tell.
-    for step in initial.stride():
-        if type(step) is int and step == 0:
-            break
-    else:
-        if initial.is_contiguous():
-            return None
+    expanded = any(type(step) is int and step == 0 for step in initial.stride())
+    if not expanded and initial.is_contiguous():
+        return None
     return tuple(_step(extent, step) for extent, step in zip(initial.shape, initial.stride(), strict=True))
 
 
@@ -150,34 +146,6 @@ def _printed(expr: Expr) -> str:
         return f"{{{expr.name}}}"
     assert isinstance(expr, Op)
     return _PYTHON.get(expr.name, OPERATIONS[expr.name].text).format(*map(_printed, expr.args))
-
-
-class OnDevice(NamedTuple):
-    """Machine code on a device.
-
-    Attributes:
-        begin: Triton's launcher.
-        handle: the function on the device.
-        metadata: what else its launcher takes.
-        rest: arguments that its launcher takes behind those of the kernel.
-        kernel: whose handle this is, which has to live as long.
-    """
-
-    begin: Callable[..., None]
-    handle: int
-    metadata: Any
-    rest: tuple[int, ...]
-    kernel: object
-
-
-class Launcher(Protocol):
-    """What launches so many programs of a kernel on a list of arguments."""
-
-    def __call__(self, arguments: list[Any], grid: int) -> None: ...
-
-    def on_device(self) -> OnDevice | None:
-        """Return the machine code for pointers that are multiples of 16 bytes, where it is on the device."""
-        ...
 
 
 def nest_of(form: Form, schedule: Schedule, strides: Strides, precision: Precision) -> Kernel:

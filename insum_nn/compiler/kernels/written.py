@@ -14,8 +14,8 @@ import torch
 
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels.ahead import collecting
-from insum_nn.compiler.kernels.launch import available, interpreted, launcher, load_ahead
-from insum_nn.compiler.kernels.source import Launcher, Source
+from insum_nn.compiler.kernels.launch import Launcher, available, interpreted, launcher, load_ahead
+from insum_nn.compiler.kernels.source import Source
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["WrittenKernels", "written"]

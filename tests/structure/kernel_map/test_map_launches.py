@@ -108,7 +108,7 @@ def test_a_step_on_a_new_cloud_reads_once_a_level(model: str):
     step(last=False)
     clear_partitions()
     # No kernel that is written by hand has machine code here, so torch's operators divide rows.
-    assert step(last=True).total < 1400
+    assert step(last=True).total < 1450
 
 
 @pytest.mark.parametrize(
