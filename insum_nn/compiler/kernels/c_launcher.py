@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from insum_nn.compiler.kernels.stored_code import source_of
 from insum_nn.locks import new_lock
 
 __all__ = ["build_ahead", "prepare_launcher"]
@@ -39,7 +40,7 @@ def prepare_launcher(kernel: Any, signature: Sequence[str]) -> int:
     if not plain or not _is_written(metadata.target.backend) or sys.byteorder != "little":
         return 0
     short = -len(signature) % _PARAMETERS
-    kernel.src = _source(len(signature) + short)
+    kernel.src = source_of("kernel", ("i64",) * (len(signature) + short))
     return short
 
 
@@ -70,14 +71,7 @@ def _build() -> None:
         switches = ("launch_cooperative_grid", "launch_pdl")
         metadata = SimpleNamespace(**dict.fromkeys(zeros, 0), **dict.fromkeys(switches, False), num_ctas=1)
         active: Any = driver.active
-        active.launcher_cls(_source(_PARAMETERS), metadata)
+        active.launcher_cls(source_of("kernel", ("i64",) * _PARAMETERS), metadata)
     except Exception:
         # The launch itself meets it again, where it can be told.
         return
-
-
-def _source(parameters: int) -> Any:
-    """All that a launcher asks of what was compiled."""
-    return SimpleNamespace(
-        name="kernel", constants={}, attrs={}, fn=None, signature=dict.fromkeys(range(parameters), "i64")
-    )

@@ -67,11 +67,6 @@ class KernelCode:
         """
         return len(self.text) * (1 if self.narrow else 4)
 
-    @property
-    def many_dots(self) -> bool:
-        """Whether LLVM's passes would take the largest part of compiling the text."""
-        return self.target[0] == "cuda" and self.text.count("tl.dot(") >= _MANY_DOTS
-
 
 @functools.cache
 def triton_version() -> str:
@@ -112,7 +107,7 @@ def compile_code(function: Any, code: KernelCode) -> Any:
     from triton.compiler import ASTSource, compiler
 
     compile_source: Any = compiler.compile
-    if code.narrow or code.many_dots:
+    if code.narrow or (code.target[0] == "cuda" and code.text.count("tl.dot(") >= _MANY_DOTS):
         # `compile` and a stage that it calls are copied with other globals, so nothing changes for other kernels.
         change = _without_coalescing if code.narrow else _without_optimizing
         compile_source = _with_globals(

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target
 from insum_nn.compiler.tuning.cache_folder import own_folder, read, write
 
-__all__ = ["find_code", "is_storable", "is_stored", "remember_code"]
+__all__ = ["find_code", "is_storable", "is_stored", "remember_code", "source_of"]
 
 _DIGITS = frozenset("0123456789abcdef")
 
@@ -57,9 +58,7 @@ def find_code(code: KernelCode) -> Any:
     group = {each: path for each, path in group.items() if each.endswith((".json", ".cubin", ".hsaco"))}
     if name not in group or len(group) != 2:
         return None
-    # All that a launcher asks of what was compiled.
-    signature = dict(enumerate(code.signature))
-    source: Any = SimpleNamespace(name=code.module, constants={}, attrs={}, signature=signature, fn=None)
+    source = source_of(code.module, code.signature)
     try:
         kernel = CompiledKernel(source, group, found)
     except (OSError, ValueError, KeyError):
@@ -70,6 +69,11 @@ def find_code(code: KernelCode) -> Any:
             src=source, metadata=metadata, metadata_group=group, times=timer.end(), cache_hit=True
         )
     return kernel
+
+
+def source_of(name: str, types: Sequence[str]) -> Any:
+    """All that a launcher asks of what was compiled."""
+    return SimpleNamespace(name=name, constants={}, attrs={}, signature=dict(enumerate(types)), fn=None)
 
 
 def _digest_of(code: KernelCode) -> str | None:

@@ -37,10 +37,6 @@ class Selected(NamedTuple, Generic[T]):
     reason: str
 
 
-def _nothing(_: object) -> Sequence[Any]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Task(Generic[T]):
     """What is to be selected for a statement, a bucket of sizes and a device.
@@ -60,7 +56,7 @@ class Task(Generic[T]):
     rule: Callable[[], Selected[T]]
     read: Callable[[Any], T]
     write: Callable[[T], Any]
-    measure: Callable[[T | None], Sequence[tuple[T, float]]] = _nothing
+    measure: Callable[[T | None], Sequence[tuple[T, float]]] = lambda _: ()
     runs: Callable[[T], bool] = lambda _: True
     weight: float = math.inf
 
