@@ -104,7 +104,7 @@ INTERPRETER_MAY_IMPORT = {"lang", "lang.functions", "lang.syntax", "lang.parser"
 # tool -> the only files of the package that name it.
 ONLY_IN = {
     "torch.fx": (),
-    "torch.fx.experimental": (),
+    "torch.fx.experimental": ("insum_nn/compiler/runtime/modes.py",),
     "torch._inductor": (),
     "triton": tuple(f"insum_nn/compiler/kernels/{name}.py" for name in ("machine_code", "stored_code", "c_launcher")),
 }

@@ -29,12 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import (
-    is_plain_eager,
-    is_transformed,
-    multilinear,
-    without_autocast,
-)
+from insum_nn.compiler.api import is_plain_eager, is_transformed, multilinear, without_autocast
 from insum_nn.ops.tensor_product_checks import check_operands
 from insum_nn.ops.tensor_product_roles import expressions, role_of, roles_of
 from insum_nn.ops.tensor_product_spec import TensorProductSpec, layout_of, others

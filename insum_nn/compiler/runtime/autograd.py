@@ -126,7 +126,8 @@ class Call:
     def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         graph, sizes, shapes = self.graph, self.sizes, self.shapes
         spec, needs = graph.alone, ctx.needs_input_grad[2:]
-        found, ctx.has_initial, ctx.shapes = gradients_of(graph, needs), initial is not None, None
+        found = graph.gradients.get((needs, None)) or gradients_of(graph, needs)
+        ctx.has_initial, ctx.shapes = initial is not None, None
         assert found is not None
         saved: Sequence[Tensor | None] = tensors
         if found.kept and (spec is None or spec.adds):

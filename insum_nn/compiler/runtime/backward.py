@@ -22,7 +22,7 @@ from insum_nn.compiler.runtime.artifact import Step
 from insum_nn.compiler.runtime.dispatch import RunStatement, Spec, StatementGraph, parse_cached
 from insum_nn.dtypes import is_widened
 
-__all__ = ["RunGraph", "attaining", "gradients", "gradients_of"]
+__all__ = ["Differentiated", "RunGraph", "attaining", "gradients", "gradients_of"]
 
 # Runs a graph: its lists of extents, the shapes of its outputs, its tensors.
 RunGraph = Callable[[StatementGraph, Lists, Lists, Sequence[Tensor]], Sequence[Tensor]]
@@ -239,8 +239,12 @@ def gradients(
         assert of_initial is not None
         of_each = (of_initial / count).to(result.dtype)
         pool, of_initial, grads = [*tensors, result.detach()], of_each if share is None else of_each * share, (of_each,)
-    given_grads = [grad for grad in grads if grad is not None]
-    some = None if len(given_grads) == len(grads) else tuple([grad is not None for grad in grads])
+    some, given_grads = None, grads
+    # A loop instead of `any`: every backward pass comes here.
+    for each in grads:
+        if each is None:
+            some, given_grads = tuple([g is not None for g in grads]), tuple([g for g in grads if g is not None])
+            break
     found = gradients_of(graph, tuple(needs), some)
     assert found is not None
     outputs: list[Any] = []
