@@ -102,8 +102,10 @@ class _Rows:
     def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Where the terms of each begin, on the device."""
         if self.begin is None:
+            assert self.begins is not None
             # The device reads such memory by itself: the host does not wait until it comes to that.
-            host = torch.tensor(self.begins, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+            host = torch.empty(len(self.begins), dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+            host.numpy()[:] = self.begins
             self.begin = host.to(device, non_blocking=True)
         return self.begin
 
