@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 
 from insum_nn.locks import new_lock
 
@@ -231,10 +231,10 @@ def same_rows(tensor: Tensor) -> list[Tensor]:
     >>> same_rows(edges)[0] is same_view(edges[0])
     True
     """
-    if torch.compiler.is_compiling() or type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() > 0:
-        return [*tensor.unbind(0)]
-    if is_functorch_wrapped_tensor(tensor):
-        return [*tensor.unbind(0)]
+    plain = type(tensor) is Tensor and not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0)
+    if not plain or peek_interpreter_stack():
+        # A row that is made under a transform of torch.func belongs to it.
+        return [same_view(row) for row in tensor.unbind(0)]
     known = kept_of(tensor if tensor._base is None else tensor._base).views
     storage, offset, (step, *strides) = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
     rest = tensor.shape[1:], tuple(strides), tensor.dtype

@@ -111,7 +111,10 @@ def parse_program(text: str) -> ProgramText:
             fix = "put it behind all statements."
             raise InsumSyntaxError("'return' is not the last line", expression=line, fix=fix)
         if found := _RETURN.fullmatch(line):
-            results = tuple(dict.fromkeys(name.strip() for name in found[1].split(",")))
+            results = tuple([name.strip() for name in found[1].split(",")])
+            if len({*results}) < len(results):
+                fix = "return each tensor once, and name the result twice where it is called."
+                raise InsumNameError("a tensor is returned twice", expression=line, fix=fix)
         else:
             statements.append(parse(line))
     if not statements:
