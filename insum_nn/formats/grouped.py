@@ -38,10 +38,8 @@ class GroupedFormat(ThroughCOO, RowsAndColumns):
 
     @classmethod
     def _of(cls, coo: COO, index_dtype: torch.dtype | None, *, group_dim: int = 0, **layout: Any) -> Self:
-        dtype, (dim,) = (
-            arguments.choose_index_dtype(coo.shape, index_dtype),
-            arguments.check_dims((group_dim,), coo.ndim, "group_dim"),
-        )
+        dtype = arguments.choose_index_dtype(coo.shape, index_dtype)
+        (dim,) = arguments.check_dims((group_dim,), coo.ndim, "group_dim")
         others = [index for other, index in enumerate(coo.indices) if other != dim]
         entries = convert.sort_by_key(coo.indices[dim], others, coo.values, ordered=coo._claims[dim].sorted)
         return cls._lay_out(coo, dim, entries, dtype, **layout)

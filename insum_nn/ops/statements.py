@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -106,11 +107,5 @@ def promoted(values: dict[str, Tensor]) -> dict[str, Tensor]:
     >>> [value.dtype for value in promoted({"X": torch.ones(1), "W": torch.ones(1).double()}).values()]
     [torch.float64, torch.float64]
     """
-    # By loops: every call of a layer comes here, and most values are of one dtype.
-    dtype = None
-    for value in values.values():
-        dtype = value.dtype if dtype in (None, value.dtype) else torch.promote_types(dtype, value.dtype)  # type: ignore[arg-type]
-    for value in values.values():
-        if value.dtype != dtype:
-            return {name: value.to(dtype) for name, value in values.items()}
-    return values
+    dtype = reduce(torch.promote_types, dtypes := {value.dtype for value in values.values()})
+    return values if len(dtypes) == 1 else {name: value.to(dtype) for name, value in values.items()}

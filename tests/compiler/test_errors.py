@@ -457,6 +457,7 @@ CASES: dict[str, Case] = {
     "program_reads_what_it_writes": Case(InsumAliasError, compiling("S[i] += A[i]; S[i] += S[i]"), {"tensor": "S"}),
     "program_never_used": Case(InsumNameError, compiling("C[i] += A[i]; D[i] += B[i]"), {"tensor": "C"}),
     "program_returns_an_input": Case(InsumNameError, compiling("C[i] += A[i]; return C, A"), {"tensor": "A"}),
+    "program_returns_a_tensor_twice": Case(InsumNameError, compiling("S[i] += A[i]; return S, S"), {"tensor": "S"}),
     "program_writes_an_index_tensor": Case(
         InsumAliasError, compiling("I[e] += K[e]\nY[i] += X[e,i] * Q[I[e]]"), {"tensor": "I"}
     ),

@@ -112,9 +112,6 @@ def parse_program(text: str) -> ProgramText:
             raise InsumSyntaxError("'return' is not the last line", expression=line, fix=fix)
         if found := _RETURN.fullmatch(line):
             results = tuple([name.strip() for name in found[1].split(",")])
-            if len({*results}) < len(results):
-                fix = "return each tensor once, and name the result twice where it is called."
-                raise InsumNameError("a tensor is returned twice", expression=line, fix=fix)
         else:
             statements.append(parse(line))
     if not statements:
@@ -180,15 +177,17 @@ def _faults(statements: list[Statement], results: tuple[str, ...]) -> Iterator[I
                 tensor=output.name,
             )
         before.append(statement.operator)
-    for name in (*results, *written):
-        if name not in written or (name not in read and name not in results):
-            what = "returned and never written" if name not in written else "computed and never used"
-            yield InsumNameError(
-                f"'{name}' is {what}",
-                expression="; ".join(s.text for s in statements),
-                fix="delete its statement, or return it." if name in written else "correct the name.",
-                tensor=name,
-            )
+    for name in dict.fromkeys((*results, *written)):
+        if name not in written:
+            what, fix = "returned and never written", "correct the name."
+        elif name not in read and name not in results:
+            what, fix = "computed and never used", "delete its statement, or return it."
+        elif results.count(name) > 1:
+            what, fix = "returned twice", "return it once, and use the result twice."
+        else:
+            continue
+        text = "; ".join(s.text for s in statements)
+        yield InsumNameError(f"'{name}' is {what}", expression=text, fix=fix, tensor=name)
 
 
 # What `=` names.

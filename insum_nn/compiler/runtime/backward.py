@@ -127,16 +127,16 @@ def _differentiated(graph: StatementGraph, needs: Sequence[bool], given: Sequenc
                 found.append(Step(each.spec, tuple(places), output, step.source, tuple(indices)))
     read = {at - inputs for each in found for at in each.places}
     own_written = tuple([n for n in range(written) if n in read])
-    again, places, made = _from_tensors(graph, found, inputs, len(outputs), () if graph.alone else own_written)
-    kept = tuple([at in places for at in range(inputs)])
     whole = StatementGraph(found, lists=graph.lists + written)
+    again, places, made = _from_tensors(graph, whole, inputs, len(outputs), () if graph.alone else own_written)
+    kept = tuple([at in places for at in range(inputs)])
     return Differentiated(whole, tuple(outputs), own_written, again, places, made, () if all(kept) else kept)
 
 
 def _from_tensors(
-    graph: StatementGraph, found: Sequence[Step], inputs: int, outputs: int, wanted: Sequence[int]
+    graph: StatementGraph, derived: StatementGraph, inputs: int, outputs: int, wanted: Sequence[int]
 ) -> tuple[StatementGraph, tuple[int, ...], tuple[int, ...]]:
-    """Return statements that compute again what others of a call read, and these; see `Differentiated`."""
+    """Return derived statements behind those that compute again what they read of a call; see `Differentiated`."""
     missing, steps = {*wanted}, list[Step]()
     for step in reversed(graph.steps):
         if step.output in missing:
@@ -147,16 +147,14 @@ def _from_tensors(
     moved |= {-1 - n: -1 - number for n, number in numbers.items()}
     first = [step._replace(output=numbers[step.output]) for step in steps]
     places = [[moved.get(at, at) for at in step.places] for step in first]
-    places += [[moved.get(at, at) if at >= 0 else at for at in step.places] for step in found]
+    places += [[moved.get(at, at) if at >= 0 else at for at in step.places] for step in derived.steps]
     read = tuple(sorted({at for each in places for at in each if at >= 0}))
     slots = {at: n for n, at in enumerate(read)}
     every = [
         step._replace(places=tuple(slots.get(at, at) for at in own))
-        for step, own in zip((*first, *found), places, strict=True)
+        for step, own in zip((*first, *derived.steps), places, strict=True)
     ]
-    written = 1 + max(step.output for step in graph.steps)
-    again = StatementGraph(every, tuple(range(outputs)), lists=graph.lists + written)
-    return again, read, tuple(numbers)
+    return StatementGraph(every, tuple(range(outputs)), lists=derived.lists), read, tuple(numbers)
 
 
 @lru_cache(maxsize=2048)

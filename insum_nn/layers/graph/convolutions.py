@@ -86,7 +86,7 @@ class Normalised(_Weighted):
             of = [edge_index] if isinstance(edge_index, Tensor) else edge_index.coo()
         read = [tensor for tensor in of if tensor is not None]
         learned = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in read])
-        if unread or learned or self.options.validate or not (plain or not is_transformed()):
+        if unread or learned or self.options.validate or (not plain and is_transformed()):
             return normalise()
         return kept_edges(read, (self.normalize, *how), in_order)
 

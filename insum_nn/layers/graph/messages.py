@@ -84,8 +84,6 @@ class PeerLayer(StatementLayer):
     """
 
     _peer: ClassVar[type]
-    # Whether a subclass defines how messages are made, combined or read.
-    _redefined: ClassVar[bool] = False
     options: Options = DEFAULT
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
@@ -98,8 +96,6 @@ class PeerLayer(StatementLayer):
         super().__init_subclass__(**kwargs)
         if cls.__bases__[-1].__module__.startswith("torch_geometric."):
             cls._peer = cls.__bases__[-1]
-        if hasattr(cls, "_peer"):
-            cls._redefined = any(getattr(cls, n, None) is not getattr(cls._peer, n, None) for n in _METHODS)
         # PyTorch Geometric writes generated code over these, unless a class itself has them.
         for name in {"propagate", "edge_updater"} & {*dir(cls)}:
             setattr(cls, name, getattr(cls, name))
@@ -152,16 +148,19 @@ class MessageLayer(PeerLayer, pyg.MessagePassing):
         plain = isinstance(edge_index, Tensor) and not isinstance(edge_index, EdgeIndex)
         if not plain or edge_index.layout != torch.strided:
             plain = x is not None and is_plain_eager(x) and utils.is_sparse(edge_index)
-        own, combine = self.__dict__, self.aggr_module
+        kind, peer, own, combine = type(self), self._peer, self.__dict__, self.aggr_module
         if not plain or self.explain or self._edge_mask is not None:
             return True
         if self.decomposed_layers != 1 or "" in self._aggregates(combine) or has_hooks(combine):
             return True
-        # A loop instead of `any`: every call comes here.
-        for name in (*_METHODS, *_HOOKS):
-            if own.get(name):
+        # Loops instead of `any`: every call comes here.
+        for name in _METHODS:
+            if name in own or getattr(kind, name) is not getattr(peer, name):
                 return True
-        return self._redefined
+        for name in _HOOKS:
+            if own[name]:
+                return True
+        return False
 
     def _aggregates(self, outer: Any) -> list[str]:
         """Return the aggregations whose results are put side by side; an empty name is one of another kind."""

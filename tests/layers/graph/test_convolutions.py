@@ -257,6 +257,17 @@ def test_subclasses_with_messages_of_their_own():
     assert_matches(layer(x, graph), 2 * plain(x, graph), dtype=torch.float64, kind="sum")
 
 
+def test_a_class_that_is_given_messages_of_its_own_later(monkeypatch: pytest.MonkeyPatch):
+    class Later(convolutions.SAGEConv):
+        pass
+
+    layer = Later(WIDTH, 3, bias=False, root_weight=False).double()
+    (x, graph), _ = inputs_of("mean")
+    before = layer(x, graph)
+    monkeypatch.setattr(Later, "message", lambda _, x_j: 2 * x_j)
+    assert_matches(layer(x, graph), 2 * before, dtype=torch.float64, kind="sum")
+
+
 def test_explainers():
     ours, _ = pair("weights")
     settings: Any = {"explanation_type": "model", "edge_mask_type": "object", "node_mask_type": "attributes"}
