@@ -51,7 +51,6 @@ from insum_nn.compiler.runtime.statement_choice import (
 )
 from insum_nn.compiler.runtime.traced import call_traced, options_text
 from insum_nn.compiler.runtime.watch import statement_calls, watched
-from insum_nn.compiler.runtime.whole_step import call_step
 from insum_nn.errors import InsumDtypeError, InsumFormatError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
 
@@ -68,7 +67,6 @@ __all__ = [
     "Sums",
     "built_program",
     "by_table",
-    "call_step",
     "call_traced",
     "compile",
     "compile_built",

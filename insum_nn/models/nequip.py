@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from insum_nn.errors import InsumShapeError
-from insum_nn.layers.equivariant.adoption import call_step, e3nn, o3
+from insum_nn.layers.equivariant.adoption import e3nn, o3
 from insum_nn.layers.equivariant.gate import Gate
 from insum_nn.layers.equivariant.linear import Linear
 from insum_nn.layers.equivariant.radial import RadialBasis
@@ -356,9 +356,6 @@ class NequIP(nn.Module):
 
     def _with_gradient(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Energies, the gradient of their sum by the edges' vectors, and these vectors."""
-        return call_step(NequIP._differentiated, self, *given)
-
-    def _differentiated(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         edges = EdgeGradients(create_graph=self.training)
         with torch.enable_grad():
             energy = self(*given, edges=edges)

@@ -1,4 +1,4 @@
-"""Kernels compiled in the background of a first step, and gradients that are rehearsed to find them."""
+"""Kernels compiled in the background of first steps, and what serves meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,20 +20,16 @@ from torch import Tensor, nn
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.api import keep_inner
 from insum_nn.compiler.kernels import ahead, background, launch, machine_code
 from insum_nn.compiler.kernels.background import Background
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.stored_code import find_code
-from insum_nn.compiler.runtime import gradients_ahead, whole_step
+from insum_nn.compiler.runtime import artifact
+from insum_nn.compiler.runtime.execution import Executables
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from insum_nn.testing.tolerances import assert_matches
-from tests.compiler.generated_cases import CASES
-from tests.compiler.interpreted import interpreter
 from tests.compiler.test_prepare import KERNEL, ROOT, Sums, code, operands
 from tests.pretended_gpu import H200, Pretence, pretended_gpu
-
-__all__ = ["interpreter"]
 
 
 @pytest.fixture
@@ -243,7 +239,7 @@ def test_number_of_processes(monkeypatch: pytest.MonkeyPatch, processors: int, r
     assert background.default_background_workers() == expected
 
 
-# Rehearsals.
+# What serves meanwhile.
 
 
 class Launched:
@@ -257,6 +253,8 @@ class Launched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled: dict[KernelCode, None] = {}
         self.submitted: dict[KernelCode, int] = {}
+        # What other tests were served counts for their calls.
+        insum_nn.clear_cache()
         pool = Background(2)
         monkeypatch.setattr(pool, "_start", lambda: None)
         plain = pool.submit
@@ -268,7 +266,6 @@ class Launched:
 
         monkeypatch.setattr(pool, "submit", submit)
         monkeypatch.setattr(background, "_background", pool)
-        monkeypatch.setattr(background.cold, "due", False)
         monkeypatch.setattr(machine_code, "active_target", lambda: H200)
         monkeypatch.setattr(launch, "compile_code", self._compile)
         monkeypatch.setattr(launch, "find_code", lambda each: each if each in self.compiled else None)
@@ -332,233 +329,178 @@ def product() -> tuple[nn.Module, tuple[Any, ...]]:
     return layer, (torch.randn(9, 32, requires_grad=True), torch.randn(40, 4, requires_grad=True), weight, *edges)
 
 
-@pytest.mark.parametrize("case", [graph, gcn, blocks, voxels, product])
-def test_the_forward_pass_finds_the_kernels_of_the_backward_pass(
-    launched: Launched, case: Callable[[], tuple[nn.Module, tuple[Any, ...]]]
+CASES_OF_LAYERS = pytest.mark.parametrize("case", [graph, gcn, blocks, voxels, product])
+
+
+def step(model: nn.Module, inputs: Sequence[Any]) -> list[Tensor]:
+    """The output of a step and its gradients."""
+    torch.manual_seed(1)
+    out = model(*inputs)
+    leaves = [each for each in (*model.parameters(), *inputs) if each.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@CASES_OF_LAYERS
+def test_library_calls_serve_a_first_step(
+    monkeypatch: pytest.MonkeyPatch, case: Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 ):
     model, inputs = case()
-    versions = [each._version for each in (*model.parameters(), *inputs)]
-    out = model(*inputs)
-    forward = list(launched.compiled)
-    found = dict(launched.submitted)
-    assert versions == [each._version for each in (*model.parameters(), *inputs)]
-    assert all(each.grad is None for each in model.parameters())
-    torch.autograd.backward(out, torch.ones_like(out))
-    backward = launched.compiled.keys() - set(forward)
-    assert backward or case is gcn, "a sum over edges is that of its gradient"
-    assert backward <= found.keys()
-    # They are found before the first kernel is compiled.
-    assert min(found.values()) == 0
-
-
-def test_gradients_of_gradients_are_found_by_the_first_backward_pass(launched: Launched):
-    model, inputs = product()
-    out = model(*inputs)
-    (grad,) = torch.autograd.grad(out.sum(), inputs[1], create_graph=True)
-    known = set(launched.submitted) | set(launched.compiled)
-    grad.square().sum().backward()
-    assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
-
-
-@pytest.mark.parametrize("factors", [2, 3])
-def test_gradients_of_gradients_are_found_by_the_call_where_all_factors_record(launched: Launched, factors: int):
-    model, (x, y, *rest) = product()
-    y.requires_grad_(factors == 3)
-    out = model(x, y, *rest)
-    known = set(launched.submitted) | set(launched.compiled)
-    found = torch.autograd.grad(out.square().sum(), [each for each in (x, y, rest[0]) if each.requires_grad])
-    assert launched.compiled.keys() <= known
-    # What this forward pass found is more than what its first backward pass needed.
-    assert (len(known) > len(launched.compiled)) == (factors == 3)
-    if factors == 3:
-        model, (x, y, *rest) = product()
-        found = torch.autograd.grad(
-            model(x, y.requires_grad_(), *rest).square().sum(), (x, y, rest[0]), create_graph=True
-        )
-        torch.autograd.grad(sum(each.square().sum() for each in found), (x, y, rest[0]))
-        assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
-
-
-def test_gradients_of_gradients_are_not_differentiated_again(launched: Launched):
-    model, (x, y, *rest) = product()
-    leaves = (x, y.requires_grad_(), rest[0])
-    out = model(x, y, *rest)
-    upstream = torch.ones_like(out, requires_grad=True)
-    found = torch.autograd.grad(out, leaves, upstream, create_graph=True)
-    known = set(launched.submitted)
-    torch.autograd.grad(found, (*leaves, upstream), [torch.ones_like(each) for each in found])
-    assert launched.compiled.keys() == known, "all are found, and none in vain"
-
-
-def test_a_rehearsal_saves_nothing_for_a_checkpoint(launched: Launched):
-    """A checkpoint compares what the first forward pass saved with what the second saves, which rehearses nothing."""
-    model, (x, y, *rest) = product()
-    saved: list[list[torch.Size]] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved[-1].append(tensor.shape)
-        return tensor
-
-    for _ in range(2):
-        saved.append([])
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model(x, y.requires_grad_(), *rest)
-    assert launched.submitted
-    assert saved[0] == saved[1]
-
-
-def test_gradients_of_inner_leaves_are_found_for_recorded_passes_alone(launched: Launched):
-    model, (x, y, *rest) = product()
-    keep_inner(y)
-    out = model(x, y, *rest)
-    known = set(launched.submitted) | set(launched.compiled)
-    found = torch.autograd.grad(out.square().sum(), (x, y, rest[0]), create_graph=True)
-    sum(each.square().sum() for each in found).backward()
-    assert y.grad is None
-    assert x.grad is not None
-    assert len(launched.compiled.keys() - known) <= 1, "the one of another set of roles"
-
-
-class Missing:
-    """Runs a kernel in Triton's interpreter, as one whose machine code is missing at its first launch.
-
-    Attributes:
-        rehearse: what happens then, in a recorded call.
-        collected: launches that were collected.
-    """
-
-    rehearse: Callable[[], None]
-    collected: int
-
-    def __init__(self, source: Any) -> None:
-        # Kernels that are written by hand are not launched before their machine code is there.
-        self.source, self.function, self.loaded = source, launch.function_of(source), not source.arguments
-
-    def __call__(self, arguments: list[Any], grid: int) -> None:
-        if not self.loaded:
-            if ahead.collecting() is not None:
-                Missing.collected += 1
-                for argument, kind in zip(arguments, self.source.arguments, strict=False):
-                    if kind.kind in ("out", "workspace", "additional"):
-                        argument.zero_()
-                return
-            if background.cold.call is not None:
-                Missing.rehearse()
-            self.loaded = True
-        self.function[(grid,)](*arguments)
-
-    def on_device(self) -> None:
-        """Nothing is loaded."""
-
-
-# Of the case that is interpreted.
-SIZE = 3
-
-
-class OneStatement(nn.Module):
-    def __init__(self, program: Any, tensors: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.program = program
-        self.values = nn.ParameterDict({n: nn.Parameter(t) for n, t in tensors.items() if t.is_floating_point()})
-        self.indices = {n: t for n, t in tensors.items() if n not in self.values}
-
-    def forward(self) -> Tensor:
-        return self.program(tensors={**self.indices, **self.values})
-
-
-def _rehearse_call() -> None:
-    call, background.cold.call = background.cold.call, None
-    assert call is not None
-    gradients_ahead._rehearse_call(*call)
-
-
-def _rehearse_step() -> None:
-    whole_step._rehearse_step(code("missing", KERNEL), True)
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("rehearse", [_rehearse_call, _rehearse_step])
-def test_a_rehearsal_leaves_no_zeros_to_the_call(rehearse: Callable[[], None], monkeypatch: pytest.MonkeyPatch):
-    """Gradients that run as several statements are rehearsed in the middle of the call that they are of."""
-    monkeypatch.setattr(launch, "_Interpret", Missing)
-    monkeypatch.setattr(Missing, "rehearse", rehearse, raising=False)
-    monkeypatch.setattr(Missing, "collected", 0, raising=False)
-    case = CASES["convolution's weight gradient by pairs"]
-    tensors = {n: t.double() if t.is_floating_point() else t for n, t in case.draw(SIZE).items()}
+    expected = step(model, inputs)
     with pretended_gpu():
-        options = Options(backend="triton", tune=False)
-        program = insum_nn.compile(case.expression, out_shape=case.out_shape(SIZE), facts=case.facts, options=options)
-        model = OneStatement(program, tensors)
-        out = model()
-        seed = torch.randn(out.shape, dtype=torch.float64)
-        out.backward(seed)
-    assert Missing.collected > 2
-    exact = {n: t.clone().requires_grad_() if t.is_floating_point() else t for n, t in tensors.items()}
-    case.oracle(exact, SIZE).backward(seed)
-    for name, learned in model.values.items():
-        assert_matches(learned.grad, exact[name].grad, dtype=torch.float64, kind="gradient")
+        launched = Launched(monkeypatch)
+        made = step(model, inputs)
+    assert launched.submitted
+    assert not launched.compiled, "nothing was waited for"
+    for own, exact in zip(made, expected, strict=True):
+        assert_matches(own, exact, dtype=torch.float32, kind="gradient")
 
 
-def test_a_process_that_compiles_nothing_rehearses_nothing(launched: Launched, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "_background", None)
-    monkeypatch.setattr(launch, "find_code", lambda kernel: kernel)
-    model, inputs = graph()
-    model(*inputs).sum().backward()
-    assert not launched.submitted
-    assert background._background is None
+@CASES_OF_LAYERS
+def test_a_step_that_comes_again_waits(launched: Launched, case: Callable[[], tuple[nn.Module, tuple[Any, ...]]]):
+    model, inputs = case()
+    for _ in range(8):
+        step(model, inputs)
+    # One that several calls of a step share is asked for once.
+    assert launched.submitted
+    assert launched.submitted.keys() <= launched.compiled.keys()
 
 
-def test_without_gradients_only_the_forward_pass_is_rehearsed(launched: Launched):
-    model, inputs = graph()
-    with torch.no_grad():
-        model.eval()(*inputs)
-    assert launched.compiled
-    assert launched.submitted.keys() == launched.compiled.keys()
-
-
-def test_what_is_measured_is_left_to_the_step(launched: Launched, monkeypatch: pytest.MonkeyPatch):
-    """A choice by measurements must not be made while nothing is launched."""
-    from insum_nn.compiler.schedule import tune
-
-    asked: list[bool] = []
-    plain = tune.select_or_tune
-
-    def noted(task: Any, options: Options, *rest: Any) -> Any:
-        asked.append(ahead.rehearsing())
-        return plain(task, options if ahead.rehearsing() else Options(), *rest)
-
-    monkeypatch.setattr(tune, "select_or_tune", noted)
-    monkeypatch.setattr(tune, "worth_selecting", lambda _: True)
-    import insum_nn
-
+def sums(**options: Any) -> tuple[Any, dict[str, Tensor]]:
     x, edges, values = operands()
-    program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", options=Options(tune=True))
-    x.requires_grad_()
-    out = program(Row=edges[0], Col=edges[1], Val=values, B=x, out_shape=(40, None))
-    assert any(asked), "the rehearsal came to a choice"
-    assert launched.submitted.keys() == launched.compiled.keys()
-    asked.clear()
-    out.sum().backward()
-    assert asked
-    assert not any(asked), "nothing was remembered of the rehearsal"
+    program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", options=Options(**options))
+    return program, {"Row": edges[0], "Col": edges[1], "Val": values, "B": x}
 
 
-def test_a_missing_kernel_is_a_matter_of_its_own_thread(launched: Launched, monkeypatch: pytest.MonkeyPatch):
-    """While one thread is in a recorded call, another one needs a kernel."""
-    rehearsed: list[object] = []
-    monkeypatch.setattr(background.rehearsals, "call", rehearsed.append)
-    monkeypatch.setattr(background.cold, "call", ("of this thread",))
+def test_how_often_library_calls_serve(launched: Launched):
+    program, tensors = sums()
+    for served in range(artifact._PATIENCE + 1):
+        assert program(**tensors, out_shape=(40, None)).abs().sum() > 0, served
+    assert not launched.compiled
+    # What kernels compute is zero here.
+    assert program(**tensors, out_shape=(40, None)).abs().sum() == 0
+    assert launched.compiled.keys() == launched.submitted.keys()
+
+
+def test_a_step_that_finds_more_goes_on(launched: Launched):
+    program, tensors = sums()
+    other = insum_nn.compile("y[i] += x[i] * x[i]")
+    for size in (3, 70, 500, 3000, 20000, 150000):
+        other(x=torch.ones(size))
+        program(**tensors, out_shape=(40, None))
+    assert len(launched.submitted) > 3
+    assert not launched.compiled
+
+
+def test_kernels_serve_as_soon_as_they_are_compiled(launched: Launched):
+    program, tensors = sums()
+    assert program(**tensors, out_shape=(40, None)).abs().sum() > 0
+    launched.compiled |= dict.fromkeys(launched.submitted)
+    assert program(**tensors, out_shape=(40, None)).abs().sum() == 0
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"backend": "triton"}, {"tune": True}])
+def test_what_must_not_be_served_waits(launched: Launched, options: dict[str, Any]):
+    program, tensors = sums(**options)
+    program(**tensors, out_shape=(40, None))
+    assert launched.compiled
+
+
+@pytest.mark.parametrize("why", ["no process", "a graph is captured", "no room", "nothing is kept on disk"])
+def test_who_cannot_be_served_waits(launched: Launched, monkeypatch: pytest.MonkeyPatch, why: str):
+    def no_room(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    if why == "no process":
+        monkeypatch.setattr(background._background, "most", 0)
+    elif why == "a graph is captured":
+        monkeypatch.setattr(artifact, "capturing", lambda: True)
+    elif why == "no room":
+        monkeypatch.setattr(Executables, "by_library", no_room)
+    else:
+        monkeypatch.setattr(background, "is_storable", lambda _: False)
+    insum_nn.insum("y[i] += x[i] * x[i]", x=torch.ones(3))
+    assert launched.compiled
+
+
+def test_a_missing_kernel_is_a_matter_of_its_own_thread(launched: Launched):
+    """While one thread's call may be served, another one needs a kernel that is waited for."""
 
     def other() -> None:
         with Pretence(), torch.no_grad():
             insum_nn.insum("y[i] += x[i] * x[i]", x=torch.ones(3), options=Options(backend="triton"))
-        assert background.cold.due
 
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(other).result()
+    def both() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(other).result()
+
+    background.run_or_compile(both)
     assert launched.compiled
-    assert not rehearsed
-    assert not background.cold.due
+
+
+def test_nothing_of_a_network_runs_twice(launched: Launched):
+    model, inputs = graph()
+    calls: list[object] = []
+    model.register_forward_hook(lambda *_: calls.append(0))
+    step(model, inputs)
+    assert len(calls) == 1
+
+
+def test_gradients_of_gradients_are_served(monkeypatch: pytest.MonkeyPatch):
+    model, (x, y, *rest) = product()
+    leaves = (x, y.requires_grad_(), rest[0])
+
+    def forces() -> Sequence[Tensor]:
+        found = torch.autograd.grad(model(*leaves[:2], *rest).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in found), leaves)
+
+    expected = forces()
+    with pretended_gpu():
+        launched = Launched(monkeypatch)
+        made = forces()
+    assert launched.submitted
+    assert not launched.compiled
+    for own, exact in zip(made, expected, strict=True):
+        assert_matches(own, exact, dtype=torch.float32, kind="gradient")
+
+
+FIRST_STEPS = """
+import torch
+from insum_nn.compiler.kernels import background
+from insum_nn.layers import GCNConv
+
+torch.manual_seed(0)
+layer = GCNConv(32, 48)
+x, edges = torch.randn(500, 32), torch.randint(500, (2, 4000))
+expected = layer.double()(x.double(), edges)
+layer, x, edges = layer.float().cuda(), x.cuda(), edges.cuda()
+out = layer(x, edges)
+out.sum().backward()
+assert background.requested(), "nothing was missing"
+torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-4)
+# Nothing is served in a graph.
+graph = torch.cuda.CUDAGraph()
+stream = torch.cuda.Stream()
+with torch.cuda.graph(graph):
+    captured = layer(x, edges)
+graph.replay()
+torch.testing.assert_close(captured.double().cpu(), expected, rtol=1e-4, atol=1e-4)
+for _ in range(10):
+    out = layer(x, edges)
+    out.sum().backward()
+assert background.settle(60.0)
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    out = layer(x, edges)
+    torch.cuda.synchronize()
+assert any("insum_nn_kernel" in each.key for each in profile.key_averages()), profile.key_averages()
+torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.gpu
+def test_first_steps_of_a_process(tmp_path: Path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "INSUM_NN_COMPILE_WORKERS": "3"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "INSUM_NN_CACHE_DIR": str(tmp_path / "ours")}
+    subprocess.run([sys.executable, "-c", FIRST_STEPS], env=environment, check=True)
 
 
 def test_other_threads_launch_meanwhile():
@@ -569,4 +511,3 @@ def test_other_threads_launch_meanwhile():
         thread.start()
         thread.join()
     assert seen == [None]
-    assert not ahead.rehearsing()

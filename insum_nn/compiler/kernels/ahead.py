@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,10 +12,7 @@ import torch
 from insum_nn.compiler.kernels import machine_code
 from insum_nn.compiler.kernels.machine_code import KernelCode, Target
 
-__all__ = ["Collection", "UndecidedError", "collect", "collecting", "rehearsing", "target_of"]
-
-# Launches without a new kernel after which a rehearsal ends: a loop until results are good enough would not end.
-_LONGEST_REPETITION = 2000
+__all__ = ["Collection", "collect", "collecting", "target_of"]
 
 
 @dataclass
@@ -24,30 +21,18 @@ class Collection:
 
     Attributes:
         target: what they are compiled for; `None`: the device that they would have run on.
-        found: called with each when it is met first; then a long repetition of known ones is an error.
         codes: each once, in the order in which they were met.
         launches: how often any was met.
     """
 
     target: Target | None = None
-    found: Callable[[KernelCode], None] | None = None
     codes: dict[KernelCode, None] = field(default_factory=dict[KernelCode, None])
     launches: int = 0
-    _last_new: int = 0
 
     def add(self, code: KernelCode) -> None:
-        """Note one launch.
-
-        Raises:
-            UndecidedError: a rehearsal has met no other kernel for long.
-        """
+        """Note one launch."""
         self.launches += 1
-        if code not in self.codes:
-            self.codes[code], self._last_new = None, self.launches
-            if self.found is not None:
-                self.found(code)
-        elif self.found is not None and self.launches - self._last_new > _LONGEST_REPETITION:
-            raise UndecidedError("the same kernels were met again and again")
+        self.codes[code] = None
 
 
 class _OfThread(threading.local):
@@ -59,29 +44,19 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-class UndecidedError(Exception):
-    """A rehearsal came to a choice that depends on a launch."""
-
-
 def collecting() -> Collection | None:
     """Where launches of this thread are collected now, if they are."""
     return _of_thread.collection
 
 
-def rehearsing() -> bool:
-    """Whether this thread collects what it runs later: nothing may be decided otherwise than by that run."""
-    collection = _of_thread.collection
-    return collection is not None and collection.found is not None
-
-
 @contextmanager
-def collect(target: Target | None = None, found: Callable[[KernelCode], None] | None = None) -> Generator[Collection]:
+def collect(target: Target | None = None) -> Generator[Collection]:
     """Collect this thread's launches of kernels that are not loaded yet instead of making them; outputs are zero.
 
-    The arguments are attributes of a `Collection`. Backward passes that this thread begins run in it, not in those that
+    The argument is an attribute of a `Collection`. Backward passes that this thread begins run in it, not in those that
     torch keeps for devices.
     """
-    outer, own = _of_thread.collection, Collection(target, found)
+    outer, own = _of_thread.collection, Collection(target)
     with torch.autograd.set_multithreading_enabled(False):
         _of_thread.collection = own
         try:

@@ -4,8 +4,9 @@ Triton holds the interpreter's lock for a part of each compilation, and a kernel
 nothing but Triton share neither the lock nor the device; what they compile is found in Triton's cache on disk.
 
 In a first step nothing of this happens until a kernel is known to be missing: most processes find theirs on disk.
-Before a kernel of a recorded call is compiled, those of its gradients are found. A kernel whose turn has not come when
-it is needed is compiled by who needs it, and so is one whose process ended.
+Library calls serve the call that misses one, so that the step goes on to those that come next, and all of them compile
+at once. A kernel whose turn has not come when it is waited for is compiled by who needs it, and so is one whose process
+ended.
 """
 
 from __future__ import annotations
@@ -19,31 +20,32 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from insum_nn.compiler.kernels import machine_code
 from insum_nn.compiler.kernels.machine_code import KernelCode
-from insum_nn.compiler.kernels.stored_code import is_stored, remember_code
+from insum_nn.compiler.kernels.stored_code import is_storable, is_stored, remember_code
 from insum_nn.locks import new_lock
 
 __all__ = [
     "Background",
     "Compiled",
+    "StillCompiledError",
     "Worker",
-    "cold",
     "compile_all",
     "default_background_workers",
     "default_workers",
     "helped",
     "missed",
-    "prepared",
     "processors",
-    "rehearsals",
+    "requested",
+    "run_or_compile",
     "settle",
     "submit",
     "take",
 ]
 
+T = TypeVar("T")
 # Processes at most: of more than 16 kernels few networks are made. In a first step, processors from which on there are
 # some.
 _MOST, _MOST_OF_STEPS, _FEWEST_PROCESSORS = 16, 12, 3
@@ -162,24 +164,16 @@ class Background:
         most: processes.
         done: called with what became of each, by several threads.
         **streams: of the processes, as `subprocess.Popen` takes them.
-
-    Attributes:
-        of_steps: kernels of whole steps that were rehearsed, and whether with their backward passes.
     """
 
     def __init__(self, most: int, done: Callable[[Compiled], object] = _nothing, **streams: Any) -> None:
         self.most, self._done, self._streams = most, done, streams
-        self.of_steps: dict[KernelCode, bool] = {}
         self._known: set[KernelCode] = set()
         self._waiting: dict[KernelCode, None] = {}
         self._running: dict[KernelCode, threading.Event] = {}
         self._workers: set[Worker] = set()
         self._threads = 0
         self._changed = threading.Condition()
-
-    def rehearsed(self, code: KernelCode, recorded: bool) -> bool:
-        """Whether a rehearsal of a step met a kernel; `recorded`: one that came to the end of its backward pass."""
-        return self.of_steps.get(code, False) if recorded else code in self.of_steps
 
     def missed(self, code: KernelCode) -> None:
         """Have a kernel compiled that this process needs, and plans something before, where others compile already."""
@@ -305,56 +299,43 @@ def compile_all(
     return [found.get(code) or Compiled(code, 0.0, False, "there was no process or no time") for code in codes]
 
 
-class _Cold(threading.local):
-    """What a recorded call and its kernels tell each other, in the thread that runs it.
-
-    Attributes:
-        due: it needed a kernel that was not there, so what its gradients need is not there either.
-        call: the function of the recorded call that runs now, its context, and its arguments.
-    """
-
-    due = False
-    call: tuple[Any, ...] | None = None
+class StillCompiledError(Exception):
+    """Other processes compile a kernel, and something else may serve this call."""
 
 
-class _Rehearsals:
-    """How kernels are found ahead; set by the files that know.
+class _OfThread(threading.local):
+    """Whether something else may serve what this thread calls now."""
 
-    Attributes:
-        call: finds the kernels of a recorded call and of its gradients, and submits them.
-        step: finds and submits the kernels of the step that runs now, of which one is missing, and returns them and
-            whether those of its backward pass are among them; its second argument tells whether a recorded call needs
-            that one.
-    """
-
-    call: Callable[..., None] | None = None
-    step: Callable[[KernelCode, bool], tuple[Iterable[KernelCode], bool]] | None = None
+    may_be_served = False
 
 
-cold = _Cold()
-rehearsals = _Rehearsals()
+_of_thread = _OfThread()
 _background: Background | None = None
 _lock = new_lock()
 
 
+def run_or_compile(run: Callable[[], T]) -> T | None:
+    """Run what launches kernels; `None`: some are not on disk, and other processes compile the first of these now."""
+    before, _of_thread.may_be_served = _of_thread.may_be_served, helped()
+    try:
+        return run()
+    except StillCompiledError:
+        return None
+    finally:
+        _of_thread.may_be_served = before
+
+
 def missed(code: KernelCode) -> None:
-    """Note that a kernel is needed that is not on disk; those of a recorded call's gradients are found before."""
+    """Note that a kernel is needed that is not on disk.
+
+    Raises:
+        StillCompiledError: other processes compile it, and something else may serve; see `run_or_compile`.
+    """
     begun = _begun()
-    aided = begun.most > 0
-    call = cold.call if aided else None
-    rehearsed = begun.rehearsed(code, call is not None)
-    if call is not None and not rehearsed:
-        begun.missed(code)
-    if aided and not rehearsed and rehearsals.step is not None:
-        found, whole = rehearsals.step(code, call is not None)
-        begun.of_steps.update({each: whole or begun.rehearsed(each, True) for each in found})
-        rehearsed = begun.rehearsed(code, call is not None)
-    if rehearsed:
-        return
-    cold.due = aided
-    if call is not None and rehearsals.call is not None:
-        cold.call = None
-        rehearsals.call(*call)
+    if _of_thread.may_be_served and is_storable(code):
+        begun.submit([code])
+        raise StillCompiledError
+    begun.missed(code)
 
 
 def _begun() -> Background:
@@ -372,10 +353,9 @@ def helped() -> bool:
     return _begun().most > 0
 
 
-def prepared() -> None:
-    """Note that a statement was prepared for sizes that it had not met: its gradients are, too, where kernels miss."""
-    if _background is not None:
-        cold.due = _background.most > 0
+def requested() -> int:
+    """How many kernels this process needed that were not on disk."""
+    return len(_begun()._known)
 
 
 def submit(codes: Iterable[KernelCode]) -> None:
@@ -398,7 +378,7 @@ def _in_child() -> None:
     global _background
     if _background is not None:
         atexit.unregister(_background.close)
-    _background, cold.due = None, False
+    _background = None
 
 
 if hasattr(os, "register_at_fork"):

@@ -10,7 +10,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from insum_nn.compiler.ir.schedule import UNDIVIDED, Precision, Schedule, precision_of
-from insum_nn.compiler.kernels.background import prepared
 from insum_nn.compiler.kernels.collection import collection_of
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.row_partition import (
@@ -188,7 +187,6 @@ class Generated:
         key = (bucket, schedule, strides)
         kernel = self._kernels.get(key)
         if kernel is None:
-            prepared()
             kernel = UnsizedKernel(form, schedule, strides, self.precision)
             keep_plans()
             # As long as it lives, so does its machine code.

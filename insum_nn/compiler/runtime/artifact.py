@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.ir.canonical import messages_name
+from insum_nn.compiler.kernels.background import requested, run_or_compile
 from insum_nn.compiler.kernels.c_program import CProgram, Part, limits_of_extents
 from insum_nn.compiler.kernels.c_structures import entries_of
 from insum_nn.compiler.kernels.generated import Generated
@@ -48,6 +49,8 @@ from insum_nn.compiler.runtime.execution import Executable, Executables, c_progr
 from insum_nn.compiler.runtime.fixed_extents import limits_of_fixed
 from insum_nn.compiler.runtime.fused_kernels import Fused, One, choose
 from insum_nn.compiler.schedule.form import FormError
+from insum_nn.compiler.schedule.tune import capturing
+from insum_nn.compiler.tuning.select import active
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, StaticTable
 from insum_nn.tensor_cache import insert, kept, kept_of
@@ -62,6 +65,8 @@ Known = Mapping[int, IndexFacts]
 # A statement on the tensors of a call: what runs it at any sizes, its tensors, its sizes.
 Called = tuple[Executables, list[Tensor], Extents]
 Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
+# How often library calls serve a kind of call when nothing new is missing.
+_PATIENCE = 3
 # Kinds of calls that are kept, and sizes of those that library calls run.
 _LIMIT = 64
 # Entries and extents from which sums of a subscript, or numbers of entries, might overflow.
@@ -199,7 +204,7 @@ class Artifact:
         if len(called) == 1:
             body = self._alone(key, *called[0], initial)
         elif self.generated:
-            body = self._by_one_kernel(called, pool)
+            body = self._by_one_kernel(key, called, pool)
         else:
             body = self._by_one_function(key, called, pool, extents)
         # What was cleared in the meantime stays so; while a CUDA graph is captured, nothing is decided for other calls.
@@ -215,7 +220,7 @@ class Artifact:
         with messages_name(statement):
             found = programs.of(pool, extents)
             if self.generated and isinstance(found.run, Generated):
-                return found.run.at(pool, extents, initial)
+                return self._served(key, found.run.at(pool, extents, initial), [programs])
         first, runs = _key_of(pool, extents), dict[object, Run]()
 
         def sized(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made:
@@ -232,9 +237,9 @@ class Artifact:
             return (prepared(pool, initial),)
 
         # What is chosen may be another backend than before programs were forgotten.
-        if self.generated or not isinstance(found.run, CProgram):
-            return sized
-        return self._compiled(key, found.run, sized)
+        if isinstance(found.run, CProgram) and not self.generated:
+            return self._compiled(key, found.run, sized)
+        return self._served(key, sized, [programs]) if self.generated else sized
 
     def _compiled(self, key: object, program: CProgram, until: Attempt) -> Attempt:
         """What runs a kind of call by a C function, and by something else until that is compiled."""
@@ -247,7 +252,52 @@ class Artifact:
 
         return run
 
-    def _by_one_kernel(self, called: Sequence[Called], pool: Pool) -> Attempt:
+    def _served(self, key: object, body: Attempt, programs: Sequence[Executables]) -> Attempt:
+        """What runs a kind of call by generated kernels, and by library calls while other processes compile them.
+
+        The calls that miss a kernel go on, so that kernels of later ones are found and compile beside theirs. A call
+        that comes again when nothing new is found waits: its step has told all that it needs.
+        """
+        options = self.steps[0].spec.options
+        if options.deterministic or options.tune or options.backend == "triton":
+            return body
+        left, last = _PATIENCE, -1
+
+        def run(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made | None:
+            nonlocal left, last
+            made: tuple[Made | None] | None
+            if left and not capturing() and active() is None:
+                made = run_or_compile(lambda: (body(pool, extents, shapes, initial),))
+            else:
+                made = (body(pool, extents, shapes, initial),)
+            if made is None:
+                left, last = left - (last == requested()), requested()
+                try:
+                    return self._by_library(programs, pool, extents, shapes, initial)
+                except torch.OutOfMemoryError:
+                    # Kernels need no room for what library calls write in between.
+                    left = 0
+                made = (body(pool, extents, shapes, initial),)
+            if key in self.bodies:
+                self.bodies[key] = body
+            return made[0]
+
+        return run
+
+    def _by_library(
+        self, programs: Sequence[Executables], pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None
+    ) -> Made:
+        """Compute the statements one by one by library calls."""
+        made: dict[int, Tensor] = {}
+        for number, (own, (_, places, output, _, _)) in enumerate(zip(programs, self.steps, strict=True)):
+            sizes = Extents(extents[number], shapes[output])
+            tensors = [pool[at] if at >= 0 else made[-1 - at] for at in places]
+            start = initial.expand(sizes.output) if initial is not None and not number else None
+            part = own.by_library(tensors, sizes, start)
+            made[output] = made[output].add_(part) if output in made else part
+        return tuple([made[output] for output in sorted(made)])
+
+    def _by_one_kernel(self, key: object, called: Sequence[Called], pool: Pool) -> Attempt:
         """What runs a kind of call of several statements by one kernel, where there is one, and it is faster."""
         try:
             ones = [
@@ -256,7 +306,9 @@ class Artifact:
             ]
             options = self.steps[0].spec.options
             fused, self.reason = choose(ones, pool, options, self._kernels, deterministic=self.deterministic)
-            return _nothing_printed if fused is None else fused.run(ones, pool)
+            if fused is None:
+                return _nothing_printed
+            return self._served(key, fused.run(ones, pool), [programs for programs, _, _ in called])
         except FormError as error:
             self.reason = f"one by one: {error}"
             return _nothing_printed

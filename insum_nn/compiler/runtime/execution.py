@@ -219,6 +219,12 @@ class Executables:
             return self.whole(extents)
         return Executable(self.bound, extents, options, "", f"{reason} {len(parts)}", None, parts=parts, costs=costs)
 
+    def by_library(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
+        """Compute it by library calls: what serves while its kernels are compiled."""
+        options = replace(self.options, backend="eager")
+        other = _executables_of(self.bound, options, self.bound.statement.text).of(tensors, extents)
+        return other.prepare(tensors, extents, initial)(tensors, initial)
+
     def parts(self, tensors: Sequence[Tensor], extents: Extents, hint: Callable[[int], int]) -> tuple[Part, ...]:
         """Return the statements that it is cut into, if it is; `hint` is the number by which to choose for a size."""
         sizes = sizes_of(self.bound, tensors, extents)
@@ -490,7 +496,7 @@ def _shared(program: Executable, part: Part, run: Run) -> Run:
 
     def shared(operands: Sequence[Tensor], initial: Tensor | None) -> Tensor:
         made = sharing.get()
-        # What a rehearsal makes is zero.
+        # What is made while launches are collected is zero.
         if made is None or collecting() is not None:
             return run(operands, initial)
         own = (key, *map(id, operands))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from insum_nn.compiler.kernels.ahead import UndecidedError, rehearsing
 from insum_nn.dtypes import FLOATS, wide_dtype
 
 __all__ = [
@@ -27,7 +25,6 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "may_be_empty",
-    "outer_autocast",
     "plain_apply",
     "product_dtype",
     "records_graph",
@@ -103,11 +100,7 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def records_graph(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch records a graph of what is done with tensors on a CPU or a GPU.
-
-    Raises:
-        UndecidedError: in a rehearsal, which has no use for a graph: what compiles it finds its kernels by itself.
-    """
+    """Whether torch records a graph of what is done with tensors on a CPU or a GPU."""
     recorded = False
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._dispatch_tls_is_dispatch_key_included(_BEFORE_DISPATCH):
         # Loaded whenever torch traces; to import them here takes longer than to import torch.
@@ -121,10 +114,7 @@ def records_graph(tensors: Sequence[Tensor | None]) -> bool:
             break
     else:
         return False
-    recorded = recorded or is_functional(tensors)
-    if recorded and rehearsing():
-        raise UndecidedError("a graph of the step is recorded")
-    return recorded
+    return recorded or is_functional(tensors)
 
 
 def is_functional(tensors: Sequence[Tensor | None]) -> bool:
@@ -261,29 +251,12 @@ class _Suspended:
 
     def __enter__(self) -> None:
         torch.set_autocast_enabled(self.device, False)
-        _suspended.set((*_suspended.get(), self.device))
 
     def __exit__(self, *_: object) -> None:
-        _suspended.set(_suspended.get()[:-1])
         torch.set_autocast_enabled(self.device, True)
 
 
 _SUSPENDED = {device: _Suspended(device) for device in _DEVICES}
-
-
-# For which kinds of device autocast is suspended.
-_suspended: ContextVar[tuple[str, ...]] = ContextVar("suspended", default=())
-
-
-@contextmanager
-def outer_autocast(device: str) -> Generator[None]:
-    """Restore autocast as it is for the caller of a layer."""
-    inside = torch.is_autocast_enabled(device)
-    torch.set_autocast_enabled(device, inside or device in _suspended.get())
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, inside)
 
 
 _NOTHING = nullcontext()

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.runtime.gradients_ahead import Rehearsed
-
 __all__ = ["keep_inner", "needed_gradients"]
 
 # Backward passes for which a leaf counts as needed after it was named: torch says that by an exception, which is slower
@@ -48,11 +46,6 @@ def needed_gradients(ctx: Any, first: int, operands: int, where: Hashable, *, be
         where: the function's kind, the same in every pass.
         before: how many of the first arguments are tensors.
     """
-    if type(ctx) is Rehearsed:
-        needed = list(ctx.needs_input_grad[first : first + operands])
-        if torch.is_grad_enabled():
-            return needed
-        return [own and not hasattr(read, _INNER) for own, read in zip(needed, ctx.saved_tensors, strict=False)]
     recorded = torch.is_grad_enabled()
     # What is recorded must not depend on the passes before.
     traced = torch._C._len_torch_dispatch_stack() > 0

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-from insum_nn.compiler.kernels.background import cold
 from insum_nn.compiler.runtime.batched_gradients import each_vector
-from insum_nn.compiler.runtime.gradients_ahead import rehearse_gradients
 from insum_nn.compiler.runtime.modes import plain_apply
 
 __all__ = ["Recorded", "record"]
@@ -30,14 +28,7 @@ class Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, initial: Tensor | None, *tensors: Any) -> Any:
         ctx.call = call
-        cold.call = Recorded, ctx, call, initial, *tensors
-        try:
-            made = call.run(ctx, initial, tensors)
-        finally:
-            cold.call = None
-        if cold.due:
-            rehearse_gradients(Recorded, ctx, *(made if isinstance(made, tuple) else (made,)))
-        return made
+        return call.run(ctx, initial, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

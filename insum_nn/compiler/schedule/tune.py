@@ -13,7 +13,7 @@ from torch import Tensor
 from insum_nn.compiler.ir.canonical import shown_statement
 from insum_nn.compiler.ir.schedule import Precision, Schedule
 from insum_nn.compiler.kernels import background
-from insum_nn.compiler.kernels.ahead import UndecidedError, collect, collecting, rehearsing
+from insum_nn.compiler.kernels.ahead import collect, collecting
 from insum_nn.compiler.kernels.background import compile_all, default_workers
 from insum_nn.compiler.kernels.launch import interpreted
 from insum_nn.compiler.kernels.machine_code import KernelCode
@@ -69,8 +69,6 @@ def select_or_tune(task: Task[T], options: Options) -> Selected[T]:
         options: of the program.
     """
     current = active()
-    if rehearsing() and (options.tune or current is not None):
-        raise UndecidedError("it is measured when it runs")
     if current is None or capturing():
         return select(task, measure=options.tune and not capturing())
     return current.select(task)
@@ -103,9 +101,6 @@ def choose_schedule(
 
     def runs(schedule: Schedule) -> bool:
         # Another version of Triton may need more room for the same text than the device has.
-        if rehearsing():
-            trial(schedule).run()
-            raise UndecidedError("it is tried when it runs")
         if collecting() is not None:
             # It is compiled now, and tried by the first call.
             return True
@@ -113,7 +108,7 @@ def choose_schedule(
 
     def rule() -> Selected[Schedule]:
         schedule, reason = without_measuring(form, device)
-        if is_measured(device) or (capturing() and not rehearsing()):
+        if is_measured(device) or capturing():
             return Selected(schedule, reason)
         # What a program needs is estimated; on a device that was never measured, it is compiled to see.
         order = [schedule, *(each for each in fitting(form, device) if each != schedule)][:_TRIES]

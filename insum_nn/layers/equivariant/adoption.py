@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import call_step, keep_inner, statement_calls
+from insum_nn.compiler.api import keep_inner, statement_calls
 from insum_nn.compiler.options import Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import import_extra
@@ -31,7 +31,6 @@ __all__ = [
     "ProductLayer",
     "WeightedLayer",
     "adopt",
-    "call_step",
     "construct",
     "e3nn",
     "e3nn_nn",
