@@ -437,9 +437,8 @@ def _run(
 ) -> int:
     # The processes of Inductor's pool would compete for the cores with what is timed.
     torch._inductor.config.compile_threads = 1
-    if device.type == "cpu":
-        # Calls wait for C functions, which are what is timed.
-        os.environ.setdefault("INSUM_NN_COMPILE_WORKERS", "0")
+    # Calls wait for what is compiled, which is what is checked and timed.
+    os.environ.setdefault("INSUM_NN_COMPILE_WORKERS", "0")
     print(*_compare_peers(), sep="\n", file=sys.stderr)
     machine = this_machine(device, options.commit)
     print("{gpu}, torch {torch}, triton {triton}, commit {commit}".format(**machine), f"{len(cases)} cases", sep=", ")

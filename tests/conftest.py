@@ -29,6 +29,9 @@ hypothesis.settings.register_profile(
     "insum", derandomize=True, deadline=None, database=None, print_blob=True, suppress_health_check=[]
 )
 hypothesis.settings.load_profile("insum")
+if torch.cuda.is_available():
+    # Calls wait for their kernels, which are what is tested.
+    os.environ.setdefault("INSUM_NN_COMPILE_WORKERS", "0")
 # A loop nest is verified after each pass, and not only before it is printed.
 pipeline.verifies = True
 

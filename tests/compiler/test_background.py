@@ -24,10 +24,12 @@ from insum_nn.compiler.kernels import ahead, background, launch, machine_code
 from insum_nn.compiler.kernels.background import Background
 from insum_nn.compiler.kernels.machine_code import KernelCode
 from insum_nn.compiler.kernels.stored_code import find_code
-from insum_nn.compiler.runtime import artifact
+from insum_nn.compiler.runtime import artifact, execution
 from insum_nn.compiler.runtime.execution import Executables
+from insum_nn.compiler.schedule.product_cost import Cost
 from insum_nn.layers import BlockSparseLinear, GCNConv, spconv
 from insum_nn.testing.tolerances import assert_matches
+from tests.compiler.generated_cases import CASES, Case
 from tests.compiler.test_prepare import KERNEL, ROOT, Sums, code, operands
 from tests.pretended_gpu import H200, Pretence, pretended_gpu
 
@@ -363,6 +365,34 @@ def test_a_step_that_comes_again_waits(launched: Launched, case: Callable[[], tu
     # One that several calls of a step share is asked for once.
     assert launched.submitted
     assert launched.submitted.keys() <= launched.compiled.keys()
+
+
+# Which cells the other one writes is looked at in each call, and that call waits.
+SERVED = {name: case for name, case in CASES.items() if name != "pruned convolution, transposed"}
+
+
+@pytest.mark.parametrize("case", SERVED.values(), ids=SERVED)
+@pytest.mark.parametrize("begun", [False, True], ids=["plain", "with an initial value"])
+def test_library_calls_serve_by_slices(launched: Launched, monkeypatch: pytest.MonkeyPatch, case: Case, begun: bool):
+    """Where they would hold too much in between, they compute a slice of some index at a time."""
+    monkeypatch.setattr(execution, "total", lambda *_: Cost(3.0 * artifact._ROOM, 0.0, 0.0))
+    tensors, shape = case.draw(3), case.out_shape(3)
+    learned = [n for n, tensor in tensors.items() if tensor.is_floating_point() and n not in case.static]
+    leaves = {name: tensors[name].clone().requires_grad_() for name in learned}
+    tensors |= leaves
+    exact = case.oracle(tensors, 3)
+    output = insum_nn.compile(case.expression).expression.split("[")[0].strip()
+    initial = {output: torch.randn(exact.shape, dtype=exact.dtype, requires_grad=True)} if begun else {}
+    seed = torch.randn(exact.shape, dtype=exact.dtype)
+    expected = torch.autograd.grad(exact, leaves.values(), seed)
+    program = insum_nn.compile(case.expression, out_shape=shape, facts=case.facts)
+    made = program(tensors=tensors | initial)
+    found = torch.autograd.grad(made, leaves.values(), seed)
+    assert launched.submitted
+    assert not launched.compiled
+    assert_matches(made - sum(initial.values()), exact, dtype=torch.float64, kind="sum")
+    for own, each in zip(found, expected, strict=True):
+        assert_matches(own, each, dtype=torch.float64, kind="gradient")
 
 
 def sums(**options: Any) -> tuple[Any, dict[str, Tensor]]:

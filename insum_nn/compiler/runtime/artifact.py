@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -67,6 +68,8 @@ Called = tuple[Executables, list[Tensor], Extents]
 Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
 # How often library calls serve a kind of call when nothing new is missing.
 _PATIENCE = 3
+# Bytes that they may move at a time: what they gather they hold in between, and kernels hold nothing.
+_ROOM = 1 << 30
 # Kinds of calls that are kept, and sizes of those that library calls run.
 _LIMIT = 64
 # Entries and extents from which sums of a subscript, or numbers of entries, might overflow.
@@ -272,12 +275,11 @@ class Artifact:
                 made = (body(pool, extents, shapes, initial),)
             if made is None:
                 left, last = left - (last == requested()), requested()
-                try:
-                    return self._by_library(programs, pool, extents, shapes, initial)
-                except torch.OutOfMemoryError:
-                    # Kernels need no room for what library calls write in between.
-                    left = 0
-                made = (body(pool, extents, shapes, initial),)
+                with suppress(torch.OutOfMemoryError):
+                    served = self._by_library(programs, pool, extents, shapes, initial)
+                    if served is not None:
+                        return served
+                left, made = 0, (body(pool, extents, shapes, initial),)
             if key in self.bodies:
                 self.bodies[key] = body
             return made[0]
@@ -286,14 +288,16 @@ class Artifact:
 
     def _by_library(
         self, programs: Sequence[Executables], pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None
-    ) -> Made:
-        """Compute the statements one by one by library calls."""
+    ) -> Made | None:
+        """Compute the statements one by one by library calls; `None`: these would hold too much in between."""
         made: dict[int, Tensor] = {}
         for number, (own, (_, places, output, _, _)) in enumerate(zip(programs, self.steps, strict=True)):
             sizes = Extents(extents[number], shapes[output])
             tensors = [pool[at] if at >= 0 else made[-1 - at] for at in places]
             start = initial.expand(sizes.output) if initial is not None and not number else None
-            part = own.by_library(tensors, sizes, start)
+            part = own.by_library(tensors, sizes, start, _ROOM)
+            if part is None:
+                return None
             made[output] = made[output].add_(part) if output in made else part
         return tuple([made[output] for output in sorted(made)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import OrderedDict
@@ -219,11 +220,68 @@ class Executables:
             return self.whole(extents)
         return Executable(self.bound, extents, options, "", f"{reason} {len(parts)}", None, parts=parts, costs=costs)
 
-    def by_library(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
-        """Compute it by library calls: what serves while its kernels are compiled."""
-        options = replace(self.options, backend="eager")
-        other = _executables_of(self.bound, options, self.bound.statement.text).of(tensors, extents)
-        return other.prepare(tensors, extents, initial)(tensors, initial)
+    def by_library(
+        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None, room: int
+    ) -> Tensor | None:
+        """Compute it by library calls, a slice of one index at a time: what serves while its kernels are compiled.
+
+        Args:
+            tensors: its tensors.
+            extents: its sizes.
+            initial: the initial value.
+            room: bytes that the calls of a slice may move; what they gather they hold in between.
+
+        Returns:
+            The output; `None`: it cannot be divided in so small slices.
+        """
+        text = self.bound.statement.text
+        own = _executables_of(self.bound, replace(self.options, backend="eager"), text)
+        tree, sizes = own._decided(tensors, extents)
+        slices = math.ceil(total(tree.parts(self.bound, sizes), own.options).moved / room)
+
+        def run(tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
+            return own.of(tensors, extents).prepare(tensors, extents, initial)(tensors, initial)
+
+        if slices <= 1:
+            return run(tensors, extents, initial)
+        at = max(self._divisible, key=extents.indices.__getitem__, default=-1)
+        whole, layout = extents.indices[at], self.bound.layout
+        if at < 0 or whole < slices:
+            return None
+        axes, parts = layout.written[at], list[Tensor]()
+        step = whole // slices
+        for begin in range(0, whole, step):
+            size = min(step, whole - begin)
+            given, output, start = [*tensors], [*extents.output], initial
+            for place, axis in layout.plain[at]:
+                given[place] = given[place].narrow(axis, begin, size)
+            for axis in axes:
+                output[axis] = size
+                start = None if initial is None else initial.narrow(axis, begin, size)
+            if parts and not axes and initial is not None:
+                start = parts.pop()
+            indices = (*extents.indices[:at], size, *extents.indices[at + 1 :])
+            made = run(given, Extents(indices, tuple(output)), start)
+            parts.append(parts.pop().add_(made) if parts and not axes else made)
+        return torch.cat(parts, axes[0]) if axes else parts[0]
+
+    @cached_property
+    def _divisible(self) -> list[int]:
+        """The indices by whose slices it may be computed: they stand alone wherever they stand."""
+        statement, layout = self.bound.statement, self.bound.layout
+        within = {
+            term.atom
+            for access in statement.accesses()
+            for subscript in access.subscripts
+            for term in subscript.terms
+            if subscript.plain is None
+        }
+        sums = statement.combining.adds and not self.bound.epilogue
+        return [
+            at
+            for at, (name, axes) in enumerate(zip(layout.indices, layout.written, strict=True))
+            if name not in map(str, within) and (len(axes) == 1 or (sums and not axes))
+        ]
 
     def parts(self, tensors: Sequence[Tensor], extents: Extents, hint: Callable[[int], int]) -> tuple[Part, ...]:
         """Return the statements that it is cut into, if it is; `hint` is the number by which to choose for a size."""
