@@ -238,17 +238,13 @@ class Executables:
         own = _executables_of(self.bound, replace(self.options, backend="eager"), text)
         tree, sizes = own._decided(tensors, extents)
         slices = math.ceil(total(tree.parts(self.bound, sizes), own.options).moved / room)
-
-        def run(tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Tensor:
-            return own.of(tensors, extents).prepare(tensors, extents, initial)(tensors, initial)
-
         if slices <= 1:
-            return run(tensors, extents, initial)
+            return own.of(tensors, extents).prepare(tensors, extents, initial)(tensors, initial)
         at = max(self._divisible, key=extents.indices.__getitem__, default=-1)
         whole, layout = extents.indices[at], self.bound.layout
         if at < 0 or whole < slices:
             return None
-        axes, parts = layout.written[at], list[Tensor]()
+        axes, parts, runs = layout.written[at], list[Tensor](), dict[int, Run]()
         step = whole // slices
         for begin in range(0, whole, step):
             size = min(step, whole - begin)
@@ -260,8 +256,11 @@ class Executables:
                 start = None if initial is None else initial.narrow(axis, begin, size)
             if parts and not axes and initial is not None:
                 start = parts.pop()
-            indices = (*extents.indices[:at], size, *extents.indices[at + 1 :])
-            made = run(given, Extents(indices, tuple(output)), start)
+            run = runs.get(size)
+            if run is None:
+                inner = Extents((*extents.indices[:at], size, *extents.indices[at + 1 :]), tuple(output))
+                run = runs[size] = own.of(given, inner).prepare(given, inner, start)
+            made = run(given, start)
             parts.append(parts.pop().add_(made) if parts and not axes else made)
         return torch.cat(parts, axes[0]) if axes else parts[0]
 
