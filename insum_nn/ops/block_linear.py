@@ -91,9 +91,7 @@ def block_linear(
     >>> block_linear(torch.tensor([1.0, 10.0, 100.0]), weight).tolist()
     [21.0, 300.0]
     """
-    require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO), recommended=BlockGroupCOO)
-    form = "BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO"
-    index = {part.name: part.tensor for part in weight.index_parts}
+    form, index = _form_of(weight), {part.name: part.tensor for part in weight.index_parts}
     return _apply(input, weight.values, index, form, weight.facts, weight.shape, bias, options)
 
 
@@ -204,7 +202,9 @@ def block_linear_expression(weight: BlockFormat) -> str:
     >>> block_linear_expression(BlockCOO.from_dense(torch.eye(2), block_shape=(1, 1)))
     'Y[n,Row[p]] += W[p] * X[n,Col[p]]'
     """
+    return block_linear_text(_form_of(weight), single=weight.block_shape == (1, 1))
+
+
+def _form_of(weight: BlockFormat) -> str:
     require_format(weight, "block_linear", "weight", (BlockCOO, BlockGroupCOO), recommended=BlockGroupCOO)
-    return block_linear_text(
-        "BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO", single=weight.block_shape == (1, 1)
-    )
+    return "BlockCOO" if isinstance(weight, BlockCOO) else "BlockGroupCOO"

@@ -150,10 +150,13 @@ def sparse_conv(
         result = _table_conv(features, weight, kernel_map, bias, groups, options)
         if result is not None:
             return result
-    _check(features, weight, kernel_map, bias, groups)
+    expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
+    if kernel_map is None or not _fit(features, weight, kernel_map, bias, groups):
+        rows, device = (None, None) if kernel_map is None else (kernel_map.num_inputs, kernel_map.device)
+        check_features("sparse_conv", features, rows, device)
+        _check_weight(expression, features, weight, kernel_map, bias, groups)
     if options.validate and kernel_map is not None:
         kernel_map.validate()
-    expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
     named, rows = _values(features, weight, groups, pointwise=kernel_map is None), None
     if kernel_map is not None:
         named, rows = {**named, **kernel_map.tensors}, kernel_map.num_outputs
@@ -189,15 +192,6 @@ def _values(features: Tensor, weight: Tensor, groups: int, *, pointwise: bool) -
         cells = cells.squeeze(0)
     cells = cells.contiguous()
     return {"In": _split(features, groups), "W": cells}
-
-
-def _check(features: Tensor, weight: Tensor, kernel_map: KernelMap | None, bias: Tensor | None, groups: int) -> None:
-    if kernel_map is not None and _fit(features, weight, kernel_map, bias, groups):
-        return
-    rows, device = (None, None) if kernel_map is None else (kernel_map.num_inputs, kernel_map.device)
-    check_features("sparse_conv", features, rows, device)
-    expression = sparse_conv_expression(groups=groups, pointwise=kernel_map is None)
-    _check_weight(expression, features, weight, kernel_map, bias, groups)
 
 
 def _fit(features: Tensor, weight: Tensor, kernel_map: KernelMap, bias: Tensor | None, groups: int) -> bool:
@@ -276,25 +270,28 @@ _TEXTS: dict[str, str] = {
     "In": "dIn[{input},{h}c] += dOut[{output},{h}d] * W[{h}d,{cell},c]",
     "W": "dW[{h}d,{cell},c] += dOut[{output},{h}d] * In[{input},{h}c]",
 }
-_PAIRS = {"output": "OutIdx[g,q]", "input": "InIdx[g,q]", "cell": "Off[g]"}
 _LIST = {"output": "OutIdx[p]", "input": "InIdx[p]", "cell": "Off[p]"}
 _TABLE = {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"}
 _INVERSE = {"output": "Near[k,i]", "input": "Order[i]", "cell": "k"}
-# Which index tensors of a map a statement reads: grouped pairs, its table (or its inverse's), or the list of pairs.
-IndexForm = Literal["pairs", "table", "list"]
-_SUBSCRIPTS: dict[IndexForm, dict[str, str]] = {"pairs": _PAIRS, "table": _TABLE, "list": _LIST}
-_KNOWN: dict[IndexForm, NamedFacts] = {"pairs": FACTS, "table": TABLE_FACTS, "list": LIST_FACTS}
+# Which index tensors of a map a statement reads: its table (or its inverse's), or the list of pairs.
+IndexForm = Literal["table", "list"]
+_KNOWN: dict[IndexForm, NamedFacts] = {"table": TABLE_FACTS, "list": LIST_FACTS}
+_SUBSCRIPTS: dict[tuple[str, IndexForm], dict[str, str]] = {
+    ("Out", "table"): _TABLE,
+    ("In", "table"): _INVERSE,
+    ("W", "table"): _TABLE,
+    ("W", "list"): _LIST,
+}
 
 
 # Each statement, and its tensors as they are given: those of `_OPERANDS`, then the index tensors.
 _STATEMENTS: dict[tuple[str, bool, IndexForm], tuple[str, tuple[str, ...]]] = {
     (kind, grouped, form): (
-        text.format(h="h," if grouped else "", **(_INVERSE if (kind, form) == ("In", "table") else subscripts)),
+        _TEXTS[kind].format(h="h," if grouped else "", **subscripts),
         (*["dOut" if name == "Out" else name for name in _OPERANDS[kind]], *_KNOWN[form]),
     )
-    for kind, text in _TEXTS.items()
+    for (kind, form), subscripts in _SUBSCRIPTS.items()
     for grouped in (False, True)
-    for form, subscripts in _SUBSCRIPTS.items()
 }
 
 
@@ -387,9 +384,8 @@ class _Conv(Sums):
     ) -> tuple[Program, Sequence[Tensor], tuple[int | None, ...]]:
         """Return the statement that computes a tensor, what it reads, and its output's shape."""
         groups = self.groups
-        form: IndexForm = "pairs"
+        form: IndexForm = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
         if plain:
-            form = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
             # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
             a, b = a.contiguous(), b.contiguous()
         # Groups of channels, and the cells of the weight's kernel, are axes of a statement's operands.
@@ -416,13 +412,11 @@ def _bound(kind: str, form: IndexForm, kernel_map: KernelMap, groups: int, optio
         indices = kernel_map.pair_list
         if not torch.compiler.is_compiling():
             keep_lengths(indices["Off"], kernel_map.counts, kernel_map.lengths)
-    elif form == "table":
+    else:
         table = kernel_map.inverse_table if kind == "In" else kernel_map.table
         indices = table.tensors
         if table.words is not None and not torch.compiler.is_compiling():
             keep_bitmasks(table.sorted_neighbours, table.words)
-    else:
-        indices = kernel_map.tensors
     text, names = _STATEMENTS[kind, groups > 1, form]
     program = built_program(text, _KNOWN[form], options)
     arrange = itemgetter(*map(names.index, program.names))

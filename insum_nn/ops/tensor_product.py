@@ -117,8 +117,9 @@ def checked_product(
     # Where there are no weights, their device does not matter.
     weight = weight.to(x.device)
     num_x = x.shape[0]
-    num_z = (num_x if num_receivers is None else num_receivers) if senders is not None else num_x
-    return _Sums(text, receivers, senders, num_x, num_z).in_modes("z", {"x": x, "y": y, "w": weight})
+    ends = () if receivers is None or senders is None else (receivers, senders)
+    num_z = num_receivers if ends and num_receivers is not None else num_x
+    return _Sums(text, ends, num_x, num_z).in_modes("z", {"x": x, "y": y, "w": weight})
 
 
 def tensor_product_right(spec: TensorProductSpec | str, y: Tensor, weight: Tensor) -> Tensor:
@@ -158,53 +159,35 @@ Factors = Mapping[str, Tensor]
 _OF_X = -1
 
 
-def _counted(first: Tensor, num_x: int | torch.SymInt, num_z: int | torch.SymInt) -> tuple[Any, Any]:
-    """Return the rows of the first input and of the output; symbolic ones are never compared."""
-    rows = first.shape[0] if isinstance(num_x, int) and num_x == _OF_X else num_x
-    return rows, rows if isinstance(num_z, int) and num_z == _OF_X else num_z
-
-
 class _Sums(NamedTuple):
     """The sums of a tensor product over its samples or edges, one for each role.
 
     Attributes:
-        text: the spec's JSON.
-        receivers: of each edge; `None` where there are no edges.
-        senders: likewise.
+        kind: the spec's JSON.
+        indices: the receivers and the senders of edges; none where there are no edges.
         num_x: rows of the first input.
         num_z: rows of the output.
     """
 
-    text: str
-    receivers: Tensor | None
-    senders: Tensor | None
+    kind: str
+    indices: tuple[Tensor, ...]
     num_x: int
     num_z: int
 
     @property
-    def kind(self) -> str:
-        return self.text
-
-    @property
-    def indices(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.receivers, self.senders
-
-    @property
     def rows(self) -> dict[str, int]:
         """Rows of each role: of nodes for the first input and the output, else of edges or samples."""
-        count = self.num_x if self.senders is None else self.senders.shape[0]
+        count = self.indices[1].shape[0] if self.indices else self.num_x
         return {"x": self.num_x, "y": count, "w": count, "z": self.num_z}
 
     def reads(self, operands: Factors) -> Operands:
         """Return all that the statements of a call read."""
-        if self.receivers is None or self.senders is None:
-            return {**operands}
-        return {**operands, "Dst": self.receivers, "Src": self.senders}
+        return {**operands, **dict(zip(("Dst", "Src"), self.indices, strict=False))}
 
     def key(self, operands: Factors) -> Hashable:
         """Return what decides the shapes and dtypes of a call."""
         kinds = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
-        edges = None if self.senders is None else (self.senders.shape[0], self.senders.dtype)
+        edges = (self.indices[1].shape[0], self.indices[1].dtype) if self.indices else None
         return kinds, edges, self.num_x, self.num_z, torch._C._get_deterministic_algorithms()
 
     def run(
@@ -215,13 +198,13 @@ class _Sums(NamedTuple):
         read = self.reads(operands)
         key = self.key(operands) if plain or is_plain_eager(*read.values()) else None
         with without_autocast(device):
-            return roles_of(layout_of(self.text), requested, device, dtype)(read, self.rows, key)
+            return roles_of(layout_of(self.kind), requested, device, dtype)(read, self.rows, key)
 
     def totals(self, grads: Factors, requested: Sequence[str], operands: Factors) -> dict[str, Tensor]:
-        layout = layout_of(self.text)
-        if self.senders is None or not is_plain_eager(*self.indices):
+        layout = layout_of(self.kind)
+        if not self.indices or not is_plain_eager(*self.indices):
             return {}
-        if "w" in grads and layout.linear_text != self.text:
+        if "w" in grads and layout.linear_text != self.kind:
             # The gradient of the weights is of fewer paths.
             return {}
         some = next(iter(operands.values()))
@@ -230,17 +213,16 @@ class _Sums(NamedTuple):
         return roles.jointly(every, self.rows, self.key(operands))
 
     def in_modes(self, requested: str, operands: Factors, initial: Tensor | None = None) -> Tensor:
-        factors, ends = {role: operands[role] for role in others(requested)}, self.indices
-        if is_plain_eager(*factors.values(), *ends):
+        factors = {role: operands[role] for role in others(requested)}
+        if is_plain_eager(*factors.values(), *self.indices):
             sums = self
-            if self.receivers is not None and self.senders is not None:
+            if self.indices:
                 # Layers after each other get other views of the same edges, as a row of `edge_index` is.
-                sums = self._replace(receivers=same_view(self.receivers), senders=same_view(self.senders))
+                sums = self._replace(indices=(same_view(self.indices[0]), same_view(self.indices[1])))
             return multilinear(sums, requested, factors, plain=True)[requested]
-        given = (*factors.values(), *ends)
         if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
             return torch.ops.insum_nn.tensor_product(  # type: ignore[no-any-return]
-                self.text, requested, *given, self.num_x, self.num_z
+                self.kind, requested, *factors.values(), *(self.indices or (None, None)), self.num_x, self.num_z
             )
         if not torch.compiler.is_compiling() and is_transformed():
             # Transforms go through the programs, which know them; a registered operator does not.
@@ -249,7 +231,7 @@ class _Sums(NamedTuple):
 
     def derivative(self, left: str) -> _Sums:
         # Where the weights' gradient is differentiated again, only paths that have weights take part.
-        return self._replace(text=layout_of(self.text).linear_text) if left == "w" else self
+        return self._replace(kind=layout_of(self.kind).linear_text) if left == "w" else self
 
 
 # The registered operators: how Dynamo and TorchScript see tensor products. AOTAutograd, export and make_fx decompose
@@ -263,17 +245,13 @@ torch.library.define(
 torch.library.define("insum_nn::tensor_product_right", "(str spec, Tensor y, Tensor weight) -> Tensor")
 
 
-def _sums_of(spec: str, role: str, *operands: Any) -> tuple[_Sums, dict[str, Tensor]]:
-    """Return the sums of an operator's arguments, and the tensors that the role is computed from."""
-    *given, receivers, senders, num_x, num_z = operands
-    sums = _Sums(spec, receivers, senders, *_counted(given[0], num_x, num_z))
-    return sums, dict(zip(others(role), given, strict=True))
-
-
 @torch.library.impl("insum_nn::tensor_product", "CompositeImplicitAutograd")
 def _composite(spec: str, role: str, *operands: Any) -> Tensor:
-    sums, given = _sums_of(spec, role, *operands)
-    return sums.in_modes(role, given)
+    *given, receivers, senders, num_x, num_z = operands
+    # Symbolic numbers are never compared.
+    rows = [given[0].shape[0] if isinstance(n, int) and n == _OF_X else n for n in (num_x, num_z)]
+    ends = () if receivers is None else (receivers, senders)
+    return _Sums(spec, ends, *rows).in_modes(role, dict(zip(others(role), given, strict=True)))
 
 
 def _right(spec: str, y: Tensor, weight: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Role:
         self.statements = statements_of(layout, role, staged=staged)
         self.first_width = sum(s.first.width for s in self.statements if s.first is not None)
         self._device, self._dtype = device, dtype
-        self.steps = [_Step(source, device, dtype) for s in self.statements for source in s.in_order]
+        self.steps = [step.put_on(device, dtype) for s in self.statements for step in s.in_order]
         # One statement for each tensor that is written.
         self._written: dict[Hashable, Statement] = {}
         for statement in self.statements:
@@ -82,10 +82,10 @@ class Role:
         given = list(map(operands.__getitem__, others(self.role)))
         traced = key is None and is_traced(*given)
         for step in self.steps:
-            program, written, shape = step.source.program, step.source.written, step.source.out_shape(size)
-            tensors = [step.tables[name] if read is None else read(operands) for name, _, read in step.reads]
+            program, written, shape = step.program, step.written, step.out_shape(size)
+            tensors = [step.placed[name] if read is None else read(operands) for name, _, read in step.inputs]
             if traced:
-                reads = zip(tensors, step.reads, strict=True)
+                reads = zip(tensors, step.inputs, strict=True)
                 tensors = [graph_constant(tensor) if read is None else tensor for tensor, (_, _, read) in reads]
             initial = results.get(written)
             if initial is not None:
@@ -165,22 +165,6 @@ def _pieces(layout: ProductLayout, statements: Sequence[Statement]) -> list[tupl
     return [] if statements and pieces == [(0, 0, statements[0].width)] else pieces
 
 
-class _Step:
-    """A statement on a device: its tables, and what makes each of the other tensors that it reads."""
-
-    def __init__(self, source: FirstStep | Statement, device: torch.device, dtype: torch.dtype) -> None:
-        self.source = source
-        self.tables = {
-            name: table.to(device, dtype) if table.is_floating_point() else table.to(device)
-            for name, table in source.tables.items()
-        }
-        # In the order of the program's tensors: a name, what stands for such a tensor in all steps, and its reader.
-        self.reads: list[tuple[str, Hashable, Reader | None]] = []
-        for name in source.program.names:
-            meaning, read = ((self, name), None) if name in self.tables else source.reading(name, device)
-            self.reads.append((name, meaning, read))
-
-
 class Together:
     """Steps of one role or several as one C function, or as one kernel of several outputs.
 
@@ -193,7 +177,7 @@ class Together:
         reason: how one kernel was decided on last, or why there is none; "" for C functions.
     """
 
-    def __init__(self, steps: Sequence[tuple[str, _Step]], *, deterministic: bool) -> None:
+    def __init__(self, steps: Sequence[tuple[str, FirstStep | Statement]], *, deterministic: bool) -> None:
         self.roles = tuple(dict.fromkeys(role for role, _ in steps))
         self._steps = steps
         # Steps that write the same tensor add up.
@@ -203,14 +187,14 @@ class Together:
         self._reads: dict[int, Reader] = {}
         self._statements: list[Step] = []
         for number, (role, step) in enumerate(steps):
-            for name, meaning, read in step.reads:
+            for name, meaning, read in step.inputs:
                 if slots.setdefault(meaning, len(slots)) == len(self._tables):
-                    self._tables.append(step.tables.get(name))
+                    self._tables.append(step.placed.get(name))
                     if read is not None:
                         self._reads[slots[meaning]] = read
-            output = numbers.setdefault((role, step.source.written), len(numbers))
-            places = [slots[meaning] for _, meaning, _ in step.reads]
-            self._statements.append(Step.of(step.source.program.spec, places, output, number))
+            output = numbers.setdefault((role, step.written), len(numbers))
+            places = [slots[meaning] for _, meaning, _ in step.inputs]
+            self._statements.append(Step.of(step.program.spec, places, output, number))
         fixed = {*slots.values()} - {*self._reads}
         self._graph = StatementGraph(self._statements, deterministic=deterministic, fixed=fixed)
         self._kinds: dict[Hashable, _Kind] = {}
@@ -238,7 +222,7 @@ class Together:
         outputs: dict[int, Sizes] = {}
         for (role, step), (spec, places, output, _, _) in zip(self._steps, self._statements, strict=True):
             tensors = list(map(pool.__getitem__, places))
-            found = spec.agree(tensors, step.source.program.sizes, step.source.out_shape(rows[role]))
+            found = spec.agree(tensors, step.program.sizes, step.out_shape(rows[role]))
             if found is None or outputs.setdefault(output, found.output) != found.output:
                 # What adds up are two views of one tensor.
                 return None, (), ()
@@ -248,13 +232,9 @@ class Together:
 
 def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True) -> Role:
     """Return what runs a role; remembered. Without `staged` in one step always."""
-    staged = staged and _is_staged(role, device)
+    staged = staged and role not in "wb" and not paths_are_products(device)
     key = ("role", role, device, dtype, staged)
     return layout.keep(key, lambda: Role(layout, role, device, dtype, staged=staged))
-
-
-def _is_staged(role: str, device: torch.device) -> bool:
-    return role not in "wb" and not paths_are_products(device)
 
 
 def expressions(
@@ -268,14 +248,9 @@ def expressions(
         device: where a second statement may read what a first one made of one operand and the weights.
         staged: such statements; without, those that run where the first one's result takes too much memory.
     """
-    layout = layout_of(spec.to_json())
-    staged = staged and _is_staged(role, torch.device("cpu") if device is None else device)
-
-    def build() -> tuple[str, ...]:
-        statements = statements_of(layout, role, staged=staged)
-        return tuple(source.expression for statement in statements for source in statement.in_order)
-
-    return layout.keep(("text", role, staged), build)
+    device = torch.device("cpu") if device is None else device
+    found = role_of(layout_of(spec.to_json()), role, device, torch.float32, staged=staged)
+    return tuple(step.expression for step in found.steps)
 
 
 class Roles(NamedTuple):
@@ -344,7 +319,7 @@ def _together(
             if any(len(source.steps) != 1 for source in sources.values()):
                 return []
             pairs = [(sources[role], left) for left in grads for role in sources if role != left]
-            steps = [(own.role, _Step(own.statements[0].of_gradient(left), device, dtype)) for own, left in pairs]
+            steps = [(own.role, own.statements[0].of_gradient(left).put_on(device, dtype)) for own, left in pairs]
             cells = [source.statements[0].cells for source in sources.values()]
             apart = fixed or not fits_both_ends(max(cells), dtype)
         # By name, so that the choice does not depend on the order in which roles are requested.

@@ -13,10 +13,11 @@ is the matrix that maps `X` to `Z`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Self
 
 import numpy as np
 import torch
@@ -113,6 +114,9 @@ class _Tables:
         group: the paths that it computes.
         packed: it reads packed operands.
         tables: its static tables, by name.
+        placed: these on the device of a call, in its dtype.
+        inputs: in the order of the program's tensors a name, what stands for such a tensor in all statements, and what
+            makes it of a call's operands; `None` for tables.
         read_weight: what it reads of the weights, (numel,) or (z, numel).
         reads: what each of its tensors is made of: an operand, an end of the edges, or the first step's result `G`.
         expression: the statement.
@@ -121,6 +125,8 @@ class _Tables:
 
     expression: str
     program: Program
+    placed: Mapping[str, Tensor]
+    inputs: list[tuple[str, Hashable, Reader | None]]
     read_weight: Callable[[Tensor], Tensor]
     # A row of the result, and whether it has a row for each sample, edge or node.
     _row: tuple[int, ...]
@@ -193,8 +199,18 @@ class _Tables:
             return ["z"]
         return [{"x": "Src[e]", "z": "Dst[e]"}.get(operand, "e")]
 
-    def reading(self, name: str, device: torch.device) -> tuple[Hashable, Reader]:
+    def put_on(self, device: torch.device, dtype: torch.dtype) -> Self:
+        """Put the tables on a device, and say what its tensors are made of there; return the statement."""
+        self.placed = {
+            name: table.to(device, dtype if table.is_floating_point() else None) for name, table in self.tables.items()
+        }
+        self.inputs = [(name, *self._reading(name, device)) for name in self.program.names]
+        return self
+
+    def _reading(self, name: str, device: torch.device) -> tuple[Hashable, Reader | None]:
         """Return what tells one of its tensors from others, and what makes it of a call's operands."""
+        if name in self.tables:
+            return (self, name), None
         operand = self.reads[name]
         role = operand[-1]
         if role == "w":
@@ -376,7 +392,9 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
     found: list[Statement] = []
     for group in groups:
         terms = Terms.of(layout, group, role)
-        most, packed = MOST_TERMS, role != "b" and _is_packed(layout, group, terms)
+        # Along edges, for pairs of copies, and for large tables.
+        large = min(terms.value.size, MOST_TERMS) * _most_copies(group) > MOST_CELLS
+        most, packed = MOST_TERMS, role != "b" and (layout.spec.convolution or group.mode.pairs or large)
         # Packing rows that are written once does not pay; with modes that mix multiplicities it does.
         once = role == "z" and len(groups) == 1 and terms.value.size <= MOST_TERMS and layout.spec.convolution
         in_place = not packed or (once and not group.mode.mixes and len(group.letters("z")) == 1)
@@ -416,12 +434,6 @@ def _saves(group: Group, terms: Terms) -> bool:
         return False
     pairs = len({*zip(terms.path.tolist(), terms.component[1].tolist(), strict=True)})
     return pays_between(math.prod(group.extents[x] for x in own), terms.value.size, pairs)
-
-
-def _is_packed(layout: ProductLayout, group: Group, terms: Terms) -> bool:
-    """Return whether a group's operands are packed: along edges, for pairs of copies, and for large tables."""
-    large = min(terms.value.size, MOST_TERMS) * _most_copies(group) > MOST_CELLS
-    return layout.spec.convolution or group.mode.pairs or large
 
 
 def _most_copies(group: Group) -> int:

@@ -312,16 +312,16 @@ for case, shared, rows, cells in runs:
         expected = expected_of(spec, role, operands_of(spec, role, rows))
         source = Role(ProductLayout(spec), role, given[0].device, torch.float32, staged=role == "y")
         for step in source.steps:
-            facts = dict(step.source.program._spec.facts)
+            facts = dict(step.program._spec.facts)
             options = Options(backend="triton", tune=False)
-            step.source.program = compile(
-                step.source.expression, facts=facts, static=step.source.tables, options=options
+            step.program = compile(
+                step.expression, facts=facts, static=step.tables, options=options
             )
         for _ in range(2):
             got = source(dict(zip(others(role), given, strict=True)), rows, "key")
             assert_matches(got, expected, dtype=torch.float32, kind="sum")
         steps = source.steps
-        calls = [list(step.source.program.spec.calls.values()) for step in steps]
+        calls = [list(step.program.spec.calls.values()) for step in steps]
         print(role, len(steps), sum(len(call.bodies) == 1 for (call,) in calls))
 """
 
@@ -355,7 +355,7 @@ def test_ready_calls_notice_what_changed():
     (step,) = source.steps
     first = run(given, 4, "of 4")
     assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
-    (printed,) = step.source.program.spec.calls.values()
+    (printed,) = step.program.spec.calls.values()
     (body,) = printed.bodies.values()
     insum_nn.clear_cache()
     assert not printed.bodies

@@ -6,13 +6,13 @@ The imports of e3nn, conversion from its modules and calls of its code, and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import keep_inner, statement_calls
-from insum_nn.compiler.options import Options, require_options
+from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import import_extra
 from insum_nn.layers.equivariant.checks import InputError
@@ -39,8 +39,6 @@ __all__ = [
     "runs_directly",
 ]
 
-M = TypeVar("M", bound=torch.nn.Module)
-
 # Calls of a layer that has statements for `runs_directly` alone.
 E3NN_IN_GRAPHS = "e3nn's own code in graphs that torch records, and under autocast"
 
@@ -50,6 +48,22 @@ class E3nnLayer(StatementLayer):
 
     if TYPE_CHECKING:
         __call__: Callable[..., Tensor]
+
+    @classmethod
+    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> Self:
+        """Return the same layer as a module of e3nn, sharing its parameters.
+
+        Raises:
+            InputError: the module is not of the class that this one replaces.
+        """
+        new: Any = cls.__new__(cls)
+        adopt(new, module, new._peer())
+        new._prepare(options)
+        return new  # type: ignore[no-any-return]
+
+    def _prepare(self, options: Options) -> None:
+        """Make what a layer has besides the attributes of e3nn's."""
+        cast(Any, self).options = options
 
     def _peer(self) -> Any:
         return next(kind for kind in type(self).__mro__ if kind.__module__.startswith("e3nn."))
@@ -135,8 +149,8 @@ class WeightedLayer(ProductLayer, E3nnLayer):
                 module.output_mask[columns[path.i_out]] = 1
 
 
-def adopt(kind: type[M], module: Any, peer: Any) -> M:
-    """Return a module of ours with the parameters, buffers, children and attributes of one of e3nn's.
+def adopt(new: Any, module: Any, peer: Any) -> None:
+    """Give a module of ours the parameters, buffers, children and attributes of one of e3nn's, for a constructor.
 
     Raises:
         InputError: the module is not of the peer's class.
@@ -149,9 +163,8 @@ def adopt(kind: type[M], module: Any, peer: Any) -> M:
             expected=wanted,
             got=type(module),
         )
-    new = kind.__new__(kind)
     torch.nn.Module.__init__(new)
-    return with_attributes(new, module)  # type: ignore[no-any-return]
+    with_attributes(new, module)
 
 
 def construct(module: Any, peer: Any, *args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3nnLayer, ProductLayer, adopt, construct, e3nn_nn, runs_directly
+from insum_nn.layers.equivariant.adoption import E3nnLayer, ProductLayer, construct, e3nn_nn, runs_directly
 from insum_nn.layers.equivariant.tensor_product import TensorProduct
 
 __all__ = ["Gate"]
@@ -38,6 +38,9 @@ class Gate(E3nnLayer, e3nn_nn.Gate):
     >>> gate = Gate("16x0o", [torch.tanh], "32x0o", [torch.tanh], "16x1e + 16x1o")
     >>> gate(torch.randn(5, 144)).shape
     torch.Size([5, 112])
+    >>> Gate.from_e3nn(e3nn_nn.Gate("4x0e", [torch.tanh], "2x0e", [torch.tanh], "2x1o"))
+    Gate (6x0e+2x1o -> 4x0e+2x1o)
+      Z[z,K[p,u]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,u]]
     """
 
     def __init__(
@@ -51,10 +54,10 @@ class Gate(E3nnLayer, e3nn_nn.Gate):
         options: Options = DEFAULT,
     ) -> None:
         construct(self, e3nn_nn.Gate, irreps_scalars, act_scalars, irreps_gates, act_gates, irreps_gated)
-        self.mul = TensorProduct.from_e3nn(self.mul, options=options)
-        self._divide()
+        self._prepare(options)
 
-    def _divide(self) -> None:
+    def _prepare(self, options: Options) -> None:
+        self.mul = TensorProduct.from_e3nn(self.mul, options=options)
         # Dynamo cannot guard e3nn's representations, so a call must not read them.
         self._columns: int = self.irreps_in.dim
         self._runs = _runs_of(self)
@@ -67,22 +70,6 @@ class Gate(E3nnLayer, e3nn_nn.Gate):
     @options.setter
     def options(self, options: Options) -> None:
         self.mul.options = options
-
-    @classmethod
-    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> Gate:
-        """Return the same gate as a module of e3nn.
-
-        >>> Gate.from_e3nn(e3nn_nn.Gate("4x0e", [torch.tanh], "2x0e", [torch.tanh], "2x1o"))
-        Gate (6x0e+2x1o -> 4x0e+2x1o)
-          Z[z,K[p,u]] += CG[p] * X[z,I[p,u]] * Y[z,J[p,u]]
-
-        Raises:
-            InputError: the module is no gate of e3nn.
-        """
-        new = adopt(cls, module, e3nn_nn.Gate)
-        new.mul = TensorProduct.from_e3nn(new.mul, options=options)
-        new._divide()
-        return new
 
     def _statements(self) -> tuple[str, ...]:
         return self.mul._statements()

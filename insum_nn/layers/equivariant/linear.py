@@ -11,7 +11,7 @@ from torch import Tensor
 from insum_nn.compiler.api import LONG_SUM
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.faults import check_choice
-from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, WeightedLayer, adopt, o3, runs_directly
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, WeightedLayer, o3, runs_directly
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product
 from insum_nn.ops.tensor_product_spec import LAYOUTS
@@ -48,6 +48,9 @@ class Linear(WeightedLayer, o3.Linear):
     >>> linear = Linear("8x0e + 4x1o", "2x0e + 8x1o")
     >>> linear(torch.randn(5, 20)).shape
     torch.Size([5, 26])
+    >>> original = o3.Linear("4x0e + 1o", "2x0e + 2x1o")
+    >>> Linear.from_e3nn(original).weight is original.weight
+    True
     """
 
     def __init__(
@@ -125,21 +128,6 @@ class Linear(WeightedLayer, o3.Linear):
                 shape = (entries[at].mul, 1, out[row.i_out].mul)
                 paths.append(Path(at, 0, row.i_out, "uvw", True, factor, shape))
         return tuple(entries), tuple(paths)
-
-    @classmethod
-    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> Linear:
-        """Return the same map as a module of e3nn, sharing its weights.
-
-        >>> original = o3.Linear("4x0e + 1o", "2x0e + 2x1o")
-        >>> Linear.from_e3nn(original).weight is original.weight
-        True
-
-        Raises:
-            InputError: the module is no linear map of e3nn.
-        """
-        new = adopt(cls, module, o3.Linear)
-        new._prepare(options)
-        return new
 
     def _specs(self) -> tuple[TensorProductSpec, ...]:
         return (self.spec,) if self._text else ()

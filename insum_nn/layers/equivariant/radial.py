@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, E3nnLayer, adopt, construct, e3nn_nn, runs_directly
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, E3nnLayer, construct, e3nn_nn, runs_directly
 from insum_nn.layers.equivariant.checks import InputError
 from insum_nn.layers.statement_layer import StatementLayer, with_attributes
 from insum_nn.ops.statements import run
@@ -62,22 +62,21 @@ class FullyConnectedNet(E3nnLayer, e3nn_nn.FullyConnectedNet):
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
         construct(self, e3nn_nn.FullyConnectedNet, *args, **kwargs)
-        self._write(options)
+        self._prepare(options)
 
     @classmethod
-    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> FullyConnectedNet:
+    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> Self:
         """Return the same network as a module of e3nn, sharing its weights.
 
         Raises:
             InputError: the module is none, or e3nn's own code would run.
         """
-        new = adopt(cls, module, e3nn_nn.FullyConnectedNet)
-        new._write(options)
+        new = super().from_e3nn(module, options=options)
         if not new._texts:
             raise InputError("it has no activations that statements have", fix="leave it as it is.")
         return new
 
-    def _write(self, options: Options) -> None:
+    def _prepare(self, options: Options) -> None:
         self.options = options
         self._texts: list[str] = []
         layers: Any = [*self.children()]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, E3nnLayer, ProductLayer, adopt, o3, runs_directly
+from insum_nn.layers.equivariant.adoption import E3NN_IN_GRAPHS, E3nnLayer, ProductLayer, o3, runs_directly
 from insum_nn.ops.tensor_product import TensorProductSpec, checked_product
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import Entry, Path
@@ -40,6 +40,8 @@ class SphericalHarmonics(ProductLayer, E3nnLayer, o3.SphericalHarmonics):
     >>> harmonics = SphericalHarmonics("0e + 1o + 2e", True, "component")
     >>> harmonics(torch.randn(5, 3)).square().sum(1)
     tensor([9.0000, 9.0000, 9.0000, 9.0000, 9.0000])
+    >>> SphericalHarmonics.from_e3nn(o3.SphericalHarmonics(2, True))(torch.randn(5, 3)).shape
+    torch.Size([5, 5])
     """
 
     def __init__(
@@ -76,20 +78,6 @@ class SphericalHarmonics(ProductLayer, E3nnLayer, o3.SphericalHarmonics):
             below_, vector, own = ((Entry(1, l, (-1) ** l),) for l in (degree - 1, 1, degree))
             specs.append(TensorProductSpec(below_, vector, own, (path,), True, options=self.options))
         return specs
-
-    @classmethod
-    def from_e3nn(cls, module: Any, *, options: Options = DEFAULT) -> SphericalHarmonics:
-        """Return the same harmonics as a module of e3nn.
-
-        >>> SphericalHarmonics.from_e3nn(o3.SphericalHarmonics(2, True))(torch.randn(5, 3)).shape
-        torch.Size([5, 5])
-
-        Raises:
-            InputError: the module is none of e3nn's spherical harmonics.
-        """
-        new = adopt(cls, module, o3.SphericalHarmonics)
-        new.options = options
-        return new
 
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         return super()._elsewhere() | {E3NN_IN_GRAPHS: ()}

@@ -173,7 +173,8 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
             TensorSquare,
         )
         kind = next((k for k in kinds if isinstance(module, k.__mro__[1])), TensorProduct)
-        new: TensorProduct = adopt(kind, module, o3.TensorProduct)
+        new = kind.__new__(kind)
+        adopt(new, module, o3.TensorProduct)
         # e3nn's generated code, and its list for pickling.
         new._modules.clear()
         new.__dict__.pop("__codegen__", None)

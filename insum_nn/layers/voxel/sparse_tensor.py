@@ -164,9 +164,7 @@ class SparseConvTensor:
             InsumRangeError: a voxel lies outside the grid.
             InsumFormatError: a voxel occurs twice.
         """
-        self.check_rows()
-        check_untraced()
-        known = None if again else self._known_sites()
+        known = self._known_sites(again)
         return self._keep_sites(self._sites().prove()) if known is None else known
 
     def build_map(self, geometry: Geometry, *, again: bool = False) -> KernelMap:
@@ -181,9 +179,7 @@ class SparseConvTensor:
             InsumFormatError: a voxel occurs twice.
             InsumShapeError: the output's grid would be empty, or there are not as many voxels as features.
         """
-        self.check_rows()
-        check_untraced()
-        known = None if again else self._known_sites()
+        known = self._known_sites(again)
         if known is None and torch.compiler.is_compiling():
             known = self.coordinates()
         if known is not None:
@@ -205,8 +201,11 @@ class SparseConvTensor:
     def _sites(self) -> Coordinates:
         return Coordinates(self.indices, tuple(self.spatial_shape), self.batch_size)
 
-    def _known_sites(self) -> Coordinates | None:
-        known = self._proven.get("sites")
+    def _known_sites(self, again: bool) -> Coordinates | None:
+        """Return the voxels where they were checked before, and are not to be read `again`."""
+        self.check_rows()
+        check_untraced()
+        known = None if again else self._proven.get("sites")
         if known is None or not known.describes(self.indices, self.spatial_shape, self.batch_size):
             return None
         return known
