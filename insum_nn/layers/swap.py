@@ -269,7 +269,8 @@ class _Swap:
         """Our layer for a module, and a row of the report; `None` where there is none."""
         kind = _class_of(module)
         path = _path_of(kind)
-        pruning = self.pruning_of(kind, name)
+        fitting = self.fitting(self.block_sparse, name) if kind in _PRUNED else []
+        pruning = self.block_sparse[fitting[0]] if fitting else None
         place = "" if parent is None else f"{_path_of(_class_of(parent))}.{name.rpartition('.')[2]}"
         found = place if {place, path} <= CONVERTERS.keys() else path
         if found not in CONVERTERS and pruning is None:
@@ -316,7 +317,9 @@ class _Swap:
 
     def prune(self, module: nn.Module, name: str, pruning: Pruning) -> tuple[nn.Module, str]:
         """Return a pruned layer, and what it stores."""
-        arguments = _arguments(pruning)
+        arguments: dict[str, Any] = {"mask" if isinstance(pruning, Tensor) else "density": pruning}
+        if isinstance(pruning, Mapping):
+            arguments = dict(pruning)
         build = _PRUNED[type(module)]
         if isinstance(module, nn.Linear) and arguments.get("block_shape") in (1, (1, 1)):
             build = SparseLinear.from_linear
@@ -345,10 +348,6 @@ class _Swap:
             return "not included"
         excluded = self.fitting(self.exclude, name)
         return f"excluded by '{excluded[0]}'" if excluded else None
-
-    def pruning_of(self, kind: type, name: str) -> Pruning | None:
-        fitting = self.fitting(self.block_sparse, name) if kind in _PRUNED else []
-        return self.block_sparse[fitting[0]] if fitting else None
 
     def fitting(self, patterns: Iterable[str], name: str) -> list[str]:
         """Return the patterns that fit a name, and note them."""
@@ -481,9 +480,3 @@ def _shown(path: str) -> str:
 def _peer_of(path: str) -> str | None:
     """Return which of `_PEERS` defines what has a path."""
     return next((peer for peer in _PEERS if f"{path}.".startswith(f"{peer}.")), None)
-
-
-def _arguments(pruning: Pruning) -> dict[str, Any]:
-    if isinstance(pruning, Mapping):
-        return dict(pruning)
-    return {"mask": pruning} if isinstance(pruning, Tensor) else {"density": pruning}

@@ -36,15 +36,14 @@ def check_operands(
         InsumDeviceError: devices differ.
     """
     faults = Faults("tensor_product")
-    for name, value in {"x": x, "y": y, "weight": weight, "receivers": receivers, "senders": senders}.items():
-        required = name in ("x", "y", "weight")
-        if not isinstance(value, Tensor) and (required or value is not None):
+    ends = {"receivers": receivers, "senders": senders}
+    given = {name: index for name, index in ends.items() if index is not None}
+    for name, value in {"x": x, "y": y, "weight": weight, **given}.items():
+        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             message, fix = f"must be a tensor, got {type(value).__name__}", f"pass {name} as a tensor."
             faults.add(InsumDtypeError, name, message, fix=fix, expected_got=(Tensor, value))
             faults.raise_all()
     spec = layout.spec
-    ends = {"receivers": receivers, "senders": senders}
-    given = {name: index for name, index in ends.items() if index is not None}
     unasked = "is given, but the spec is no convolution"
     for name, index in ends.items():
         if spec.convolution and index is None:

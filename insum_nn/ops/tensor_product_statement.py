@@ -423,17 +423,12 @@ def _in_steps(layout: ProductLayout, role: str, group: Group, terms: Terms) -> b
         return False
     if role == "y":
         return group.extents["w"] >= LONG_SUM
-    return not layout.spec.convolution and _saves(group, terms)
-
-
-def _saves(group: Group, terms: Terms) -> bool:
-    """Return whether a first step on `y` pays: one step multiplies its copies by the weights for each coefficient."""
+    # One step multiplies the copies of `y` by the weights for each coefficient.
     copies = group.letters("y")
-    own = [x for x in copies if x not in group.letters("x") and x not in group.letters("z")]
-    if len(own) != len(copies) or not own:
+    if layout.spec.convolution or not copies or {*copies} & {*group.letters("x"), *group.letters("z")}:
         return False
     pairs = len({*zip(terms.path.tolist(), terms.component[1].tolist(), strict=True)})
-    return pays_between(math.prod(group.extents[x] for x in own), terms.value.size, pairs)
+    return pays_between(math.prod(group.shape("y")), terms.value.size, pairs)
 
 
 def _most_copies(group: Group) -> int:

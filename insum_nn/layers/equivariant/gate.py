@@ -79,10 +79,17 @@ class Gate(E3nnLayer, e3nn_nn.Gate):
 
     explain = ProductLayer.explain
 
-    def _gated(self, features: Tensor) -> Tensor | None:
-        """Return the output without a copy of the input; `None`: e3nn's code is to run."""
+    def forward(self, features: Tensor) -> Tensor:
+        """Activate and multiply.
+
+        Args:
+            features: (..., irreps_in.dim); differentiable.
+
+        Returns:
+            (..., irreps_out.dim).
+        """
         if not runs_directly(features, self._columns):
-            return None
+            return e3nn_nn.Gate.forward(self, features)  # type: ignore[no-any-return]
         parts: tuple[dict[int, Tensor], ...] = ({}, {}, {})
         widths = [sum(width for _, _, width in run) for _, run in self._runs]
         for (act, run), whole in zip(self._runs, features.split(widths, -1), strict=True):
@@ -94,18 +101,6 @@ class Gate(E3nnLayer, e3nn_nn.Gate):
         if gates:
             scalars.append(self.mul(_together(gated), _together(gates)))
         return _together(scalars) if scalars else features.new_zeros(*features.shape[:-1], 0)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Activate and multiply.
-
-        Args:
-            features: (..., irreps_in.dim); differentiable.
-
-        Returns:
-            (..., irreps_out.dim).
-        """
-        made = self._gated(features)
-        return e3nn_nn.Gate.forward(self, features) if made is None else made  # type: ignore[no-any-return]
 
 
 def _together(parts: list[Tensor]) -> Tensor:

@@ -135,35 +135,14 @@ class Linear(WeightedLayer, o3.Linear):
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         return super()._elsewhere() | {E3NN_IN_GRAPHS if self._text else "e3nn's own code": ()}
 
-    def _multiplied(self, features: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
-        """Return the output by statements; `None`: e3nn's code is to run."""
-        w: Tensor = self.weight if weight is None else weight
-        b: Tensor = self.bias if bias is None else bias
-        dtype, device = features.dtype, features.device
-        if not self._text or not runs_directly(features, self._dims[0], w, b):
-            return None
-        x = features if features.dim() == 2 else features.reshape(-1, self._dims[0])
-        rows = x.shape[0]
-        wanted = (self.weight_numel,) if self.shared_weights else (rows, self.weight_numel)
-        if w.shape != wanted or w.dtype != dtype or w.device != device or bool(self.bias_numel) != bool(b.numel()):
-            return None
-        z = checked_product(self._text, x, constant((1,), device, dtype).expand(rows, 1), w)
-        if self.bias_numel:
-            z = z + self._placed(b)
-        return z if features.dim() == 2 else z.reshape(*features.shape[:-1], self._dims[1])
-
     def _placed(self, bias: Tensor) -> Tensor:
         """Return the bias at the columns that it is added to, and zeros."""
         bias = bias.reshape(-1, self.bias_numel)
-        pieces: list[Tensor] = []
-        at = 0
         biased = {row.i_out for row in self.instructions if row.i_in < 0}
-        for number, entry in enumerate(entries_of(self.irreps_out)):
-            if number in biased:
-                pieces.append(bias.narrow(1, at, entry.dim))
-                at += entry.dim
-            else:
-                pieces.append(bias.new_zeros(()).expand(bias.shape[0], entry.dim))
+        widths = [entry.dim for entry in entries_of(self.irreps_out)]
+        own = iter(bias.split([width for number, width in enumerate(widths) if number in biased], 1))
+        zero = bias.new_zeros(bias.shape[0], 1)
+        pieces = [next(own) if n in biased else zero.expand(-1, width) for n, width in enumerate(widths)]
         return torch.cat(pieces, 1)
 
     def forward(self, features: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -178,9 +157,17 @@ class Linear(WeightedLayer, o3.Linear):
         Returns:
             (..., irreps_out.dim).
         """
-        made = self._multiplied(features, weight, bias)
-        if made is not None:
-            return made
+        w: Tensor = self.weight if weight is None else weight
+        b: Tensor = self.bias if bias is None else bias
+        if self._text and runs_directly(features, self._dims[0], w, b):
+            dtype, device = features.dtype, features.device
+            x = features if features.dim() == 2 else features.reshape(-1, self._dims[0])
+            rows, numel = x.shape[0], self.weight_numel
+            alike = w.shape == ((numel,) if self.shared_weights else (rows, numel)) and w.dtype == dtype
+            if alike and w.device == device and bool(self.bias_numel) == bool(b.numel()):
+                z = checked_product(self._text, x, constant((1,), device, dtype).expand(rows, 1), w)
+                z = z + self._placed(b) if self.bias_numel else z
+                return z if features.dim() == 2 else z.reshape(*features.shape[:-1], self._dims[1])
         result = o3.Linear.forward(self, turned(features, self._turned_in), weight, bias)
         return turned(result, self._turned_out)
 

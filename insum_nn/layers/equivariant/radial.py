@@ -106,14 +106,9 @@ class FullyConnectedNet(E3nnLayer, e3nn_nn.FullyConnectedNet):
         Returns:
             (e, outputs).
         """
-        made = self._network(x)
-        return e3nn_nn.FullyConnectedNet.forward(self, x) if made is None else made  # type: ignore[no-any-return]
-
-    def _network(self, x: Tensor) -> Tensor | None:
-        """Return the output by statements; `None`: e3nn's code is to run."""
         weights: list[Tensor] = [layer.weight for layer in self.children()]
         if not self._texts or x.dim() != 2 or not runs_directly(x, self.hs[0], *weights):
-            return None
+            return e3nn_nn.FullyConnectedNet.forward(self, x)  # type: ignore[no-any-return]
         for weight, text in zip_longest(weights, self._texts):
             x = x @ weight
             if text is not None:

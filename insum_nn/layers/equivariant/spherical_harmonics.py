@@ -58,13 +58,10 @@ class SphericalHarmonics(ProductLayer, E3nnLayer, o3.SphericalHarmonics):
 
     def _write_statements(self) -> None:
         # Values of the zonal harmonics at the pole, where all other harmonics are zero.
-        self._poles = [self._pole(degree) for degree in range(self._lmax + 1)]
+        area = 4 * math.pi if self.normalization == "integral" else 1.0
+        squares = [1.0 if self.normalization == "norm" else (2 * l + 1) / area for l in range(self._lmax + 1)]
+        self._poles = list(map(math.sqrt, squares))
         self._texts: list[str] = [spec.to_json() for spec in self._specs()]
-
-    def _pole(self, degree: int) -> float:
-        if self.normalization == "norm":
-            return 1.0
-        return math.sqrt((2 * degree + 1) / (4 * math.pi if self.normalization == "integral" else 1.0))
 
     def _specs(self) -> list[TensorProductSpec]:
         """Return the tensor products that make the degrees from 2 on, each from the degree below and the vector."""
@@ -82,29 +79,6 @@ class SphericalHarmonics(ProductLayer, E3nnLayer, o3.SphericalHarmonics):
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         return super()._elsewhere() | {E3NN_IN_GRAPHS: ()}
 
-    def _harmonics(self, x: Tensor) -> Tensor | None:
-        """Return the output by statements; `None`: e3nn's code is to run."""
-        if not runs_directly(x, 3):
-            return None
-        if self.normalize:
-            x = torch.nn.functional.normalize(x, dim=-1)
-        shape = x.shape[:-1]
-        vector = x if x.dim() == 2 else x.reshape(-1, 3)
-        degrees = self._degrees(vector)
-        chosen = [degrees[degree] for degree in self._ls_list]
-        whole = chosen[0] if len(chosen) == 1 else torch.cat(chosen, 1)
-        return whole if x.dim() == 2 else whole.reshape(*shape, whole.shape[1])
-
-    def _degrees(self, vector: Tensor) -> list[Tensor]:
-        """Return the harmonics of each degree for vectors (n, 3)."""
-        none = vector.new_empty(0)
-        degrees = [vector.new_full((vector.shape[0], 1), self._poles[0])]
-        if self._lmax > 0:
-            degrees.append(vector * self._poles[1])
-        for text in self._texts:
-            degrees.append(checked_product(text, vector if len(degrees) == 2 else degrees[-1], vector, none))
-        return degrees
-
     def forward(self, x: Tensor) -> Tensor:
         """Evaluate.
 
@@ -114,5 +88,17 @@ class SphericalHarmonics(ProductLayer, E3nnLayer, o3.SphericalHarmonics):
         Returns:
             (..., irreps_out.dim).
         """
-        made = self._harmonics(x)
-        return o3.SphericalHarmonics.forward(self, x) if made is None else made  # type: ignore[no-any-return]
+        if not runs_directly(x, 3):
+            return o3.SphericalHarmonics.forward(self, x)  # type: ignore[no-any-return]
+        if self.normalize:
+            x = torch.nn.functional.normalize(x, dim=-1)
+        shape = x.shape[:-1]
+        vector = x if x.dim() == 2 else x.reshape(-1, 3)
+        degrees, none = [vector.new_full((vector.shape[0], 1), self._poles[0])], vector.new_empty(0)
+        if self._lmax > 0:
+            degrees.append(vector * self._poles[1])
+        for text in self._texts:
+            degrees.append(checked_product(text, vector if len(degrees) == 2 else degrees[-1], vector, none))
+        chosen = [degrees[degree] for degree in self._ls_list]
+        whole = chosen[0] if len(chosen) == 1 else torch.cat(chosen, 1)
+        return whole if x.dim() == 2 else whole.reshape(*shape, whole.shape[1])

@@ -60,10 +60,9 @@ class SparseSequential(SparseModule):
             self.add(module, key)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int | slice) -> Any:
-        modules = list(self._modules.values())
         if isinstance(index, slice):
             return type(self)(OrderedDict(list(self._modules.items())[index]))  # type: ignore[arg-type]
-        return modules[index]
+        return list(self._modules.values())[index]
 
     def __len__(self) -> int:
         return len(self._modules)
