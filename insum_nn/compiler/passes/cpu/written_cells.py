@@ -22,23 +22,13 @@ def written_cells(kernel: Kernel, entries: Sequence[Expr] = ()) -> WrittenCells:
     loops = {loop.index: loop for loop in loops_of(kernel)}
     targets = [*dict.fromkeys(store.subscripts for store in stores_of(kernel))]
     free = {index for index, loop in loops.items() if loop.role == "free"}
-    known = [_identified(target, entries) for target in targets]
+    known = _identified(targets[0], entries)
     columns = zip(*targets, strict=True)
     apart = frozenset(c[0] for c in columns if isinstance(c[0], Index) and all(s is c[0] for s in c))
     # Entries stand for their rows.
-    within = {*known[0], *({ROW} if ENTRY in known[0] else ())}
-    if len(targets) == 1 and free <= within:
-        (target,) = targets
-        plain = len({*target}) == len(target) and all(isinstance(s, Index) for s in target)
-        shape = stores_of(kernel)[0].buffer.shape
-        whole = plain and all(
-            loops[s].begin is Const(0) and loops[s].end is extent
-            for s, extent in zip(target, shape, strict=True)
-            if isinstance(s, Index)
-        )
-        return WrittenCells(True, whole, apart)
+    identified = len(targets) == 1 and free <= {*known, *({ROW} if ENTRY in known else ())}
     once, whole = _counted(targets, loops, stores_of(kernel)[0].buffer.shape, free)
-    return WrittenCells(once, whole, apart)
+    return WrittenCells(identified or once, whole, apart)
 
 
 def _identified(target: Sequence[Expr], entries: Sequence[Expr]) -> set[Index]:
