@@ -55,9 +55,7 @@ def output_strategy(
         return "direct", -1
     if set(named) & {p for p in plain if p is not None}:
         return "atomic", -1
-    if len(loose) > 1 and _jointly_unique(
-        bound, [subscripts[axis] for axis in loose], unrolling.names, unrolling.tables
-    ):
+    if _unique(bound, [subscripts[axis] for axis in loose], unrolling.names, unrolling.tables):
         return "place", loose[0]
     if len(loose) > 1 or len(set(named)) != len(named):
         return "atomic", -1
@@ -69,16 +67,11 @@ def output_strategy(
         or any(s.plain is None or s.plain in unrolling.names for s in row_index.subscripts)
     ):
         return "atomic", -1
-    facts = bound.facts_of(row_index.name)
-    if facts.unique:
-        return "place", axis
     return "own", axis
 
 
-def _jointly_unique(
-    bound: Bound, subscripts: Sequence[Subscript], unrolled: Iterable[str], tables: Container[str]
-) -> bool:
-    """Whether index tensors that address several axes send no two of their entries to one cell."""
+def _unique(bound: Bound, subscripts: Sequence[Subscript], unrolled: Iterable[str], tables: Container[str]) -> bool:
+    """Whether index tensors that address axes send no two of their entries to one cell."""
     read = [s.indirect for s in subscripts]
     accesses = [a for a in read if a is not None and a.name not in tables]
     places = [tuple(s.plain for s in a.subscripts) for a in accesses]
