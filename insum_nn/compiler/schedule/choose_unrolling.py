@@ -133,16 +133,14 @@ def _usable(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, Static
     fixed = {name for name, _ in bound.static}
     accesses = list(bound.statement.accesses())
     usable = dict(tables)
-    while True:
-        unknown = {
-            a.name
-            for a in accesses
-            if a.name in usable
-            and (any(n.name not in usable for n in a.nested()) or any(i.name not in fixed for i in a.indices()))
-        }
-        if not unknown:
-            return usable
+    while unknown := {
+        a.name
+        for a in accesses
+        if a.name in usable
+        and (any(n.name not in usable for n in a.nested()) or any(i.name not in fixed for i in a.indices()))
+    }:
         usable = {name: table for name, table in usable.items() if name not in unknown}
+    return usable
 
 
 def _steps(bound: Bound, tables: Mapping[str, StaticTable], fixed: Mapping[str, int]) -> frozenset[str]:
@@ -182,18 +180,13 @@ def _bends(array: _Array | None, names: Sequence[str], left: set[str]) -> set[st
         step = _corner(array, axes, axis) - start
         if bool((step == 0).any()):
             return {name}
-        line = line + step * _along(array.shape[axis], axis, array.ndim)
+        line = line + step * np.indices(array.shape, sparse=True)[axis]
     if bool((line == array).all()):
         return set()
     # The index of fewest values is the cheapest to unroll, but one that leaves others to be unrolled is not.
     cheapest = sorted(mine, key=lambda i: array.shape[names.index(i)])
     enough = (i for i in cheapest if not _bends(array, names, left - {i}))
     return {next(enough, cheapest[0])}
-
-
-def _along(extent: int, axis: int, rank: int) -> _Array:
-    """The numbers from 0 on along one axis of several."""
-    return np.arange(extent, dtype=np.int64).reshape([-1 if a == axis else 1 for a in range(rank)])
 
 
 def _corner(array: _Array, axes: Sequence[int], along: int = -1) -> _Array:
@@ -208,10 +201,7 @@ def _values(
 ) -> _Array | None:
     """A table's entries over all values of its indices, one axis each; `None` if one is missing."""
     shape = [fixed[name] for name in names]
-    places = {
-        name: _along(extent, axis, len(names)) for axis, (name, extent) in enumerate(zip(names, shape, strict=True))
-    }
-    entries, there = _read(access, places, tables)
+    entries, there = _read(access, dict(zip(names, np.indices(shape, sparse=True), strict=True)), tables)
     return np.broadcast_to(entries, shape).astype(np.int64) if bool((there & (entries >= 0)).all()) else None
 
 

@@ -239,7 +239,7 @@ def _profile(statement: Statement) -> _Profile:
     return _Profile(
         tuple(access.name for access in reads),
         tuple(frozenset(labels_of(access)) for access in reads),
-        tuple(_gathers(access) for access in reads),
+        tuple(bool([*access.nested()]) for access in reads),
         tuple(_stacked(access, written) for access in reads),
         tuple(frozenset(filter(None, (s.plain for s in access.subscripts))) for access in reads),
         written,
@@ -248,10 +248,6 @@ def _profile(statement: Statement) -> _Profile:
         _block_indices(statement),
         any(s.plain in {*plain[-1:]} - {None} for access in reads for s in access.subscripts[:-1]),
     )
-
-
-def _gathers(access: Access) -> bool:
-    return any(True for _ in access.nested())
 
 
 def _stacked(access: Access, written: Labels) -> int:
