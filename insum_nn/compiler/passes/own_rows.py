@@ -12,7 +12,6 @@ chunks, whose sums are added up by another kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.ir.graph import ENTRY, ROW, around, loops_of, stores_of
@@ -108,12 +107,26 @@ def own_rows(
     else:
         low, high, owned = Load(begin, (ROW,)), Load(begin, (add(ROW, Const(1)),)), ROW
     # A row of the output without terms may lie outside of what is read at its number.
-    some = None if tiled else Op("less", (low, high))
-    move = replacing({**replacements, row_index: owned})
-    move_values = replacing({**replacements, row_index: owned, **_guarded(stores, row_index, some, move)})
-    moved = tuple(
-        _moved(store, row_index, axis if store.buffer is first else -1, move_values, move, target) for store in stores
-    )
+    some = [] if tiled else [Op("less", (low, high))]
+    present = Op("at_least", (row_index, Const(0)))
+
+    def without(where: Expr | None, *more: Expr) -> Expr | None:
+        """Conditions without what holds of every term of a row."""
+        return conjunction([*(c for c in conjuncts(where) if c is not present), *more])
+
+    changed = {**replacements, row_index: owned}
+    move, guarded = replacing(changed), dict[Node, Node]()
+    for node in walk(*(store.value for store in stores)):
+        # What is read at a row's number is read only where the row has terms.
+        if isinstance(node, Load) and node is not row_index and row_index in walk(node):
+            guarded[node] = move(Load(node.buffer, node.subscripts, without(node.where, *some), node.fill))
+    move_value, moved = replacing({**changed, **guarded}), list[Store]()
+    for store in stores:
+        subscripts, where = [*map(move, store.subscripts)], without(store.where)
+        if axis >= 0 and store.buffer is first:
+            subscripts[axis] = ROW if target is None else target
+        where = None if where is None else move(where)
+        moved.append(Store(store.buffer, tuple(subscripts), move_value(store.value), store.combine, where))
     free = [loop for loop in loops if loop.role == "free" and loop.index not in entries]
     sums = [loop for loop in loops if loop.role == "sum"]
     placed = [
@@ -124,37 +137,5 @@ def own_rows(
     ]
     read = {node.buffer for node in walk(*moved) if isinstance(node, Load)}
     inputs = tuple(b for b in kernel.inputs if b is not row_index.buffer or b in read)
-    walked = Kernel((*inputs, *made), kernel.results, around(placed, moved), kernel.exact)
+    walked = Kernel((*inputs, *made), kernel.results, around(placed, tuple(moved)), kernel.exact)
     return RowWalk(walked, axis, tuple(replacements[index] for index in entries), target)  # type: ignore[arg-type]
-
-
-def _moved(
-    store: Store,
-    row_index: Load,
-    axis: int,
-    move_values: Callable[[Node], Node],
-    move: Callable[[Node], Node],
-    target: Expr | None,
-) -> Store:
-    """A store at the row that a program owns, without what holds of every term of a row."""
-    present = Op("at_least", (row_index, Const(0)))
-    where = conjunction([c for c in conjuncts(store.where) if c is not present])
-    value = move_values(store.value)
-    subscripts = [move(s) for s in store.subscripts]
-    if axis >= 0:
-        subscripts[axis] = ROW if target is None else target
-    found = None if where is None else move(where)
-    return Store(store.buffer, tuple(subscripts), value, store.combine, found)  # type: ignore[arg-type]
-
-
-def _guarded(
-    stores: Sequence[Store], row_index: Load, some: Expr | None, move: Callable[[Node], Node]
-) -> dict[Node, Node]:
-    """What becomes of the reads at a row's number: they are made only where the row has terms."""
-    present = Op("at_least", (row_index, Const(0)))
-    replacements: dict[Node, Node] = {}
-    for node in walk(*(store.value for store in stores)):
-        if isinstance(node, Load) and node is not row_index and row_index in walk(node):
-            others = [c for c in conjuncts(node.where) if c is not present]
-            replacements[node] = move(Load(node.buffer, node.subscripts, conjunction([*others, some]), node.fill))
-    return replacements
