@@ -69,7 +69,7 @@ Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[in
 # How often library calls serve a kind of call when nothing new is missing.
 _PATIENCE = 3
 # Bytes that they may move at a time: what they gather they hold in between, and kernels hold nothing.
-_ROOM = 1 << 30
+_ROOM = 1 << 27
 # Kinds of calls that are kept, and sizes of those that library calls run.
 _LIMIT = 64
 # Entries and extents from which sums of a subscript, or numbers of entries, might overflow.
