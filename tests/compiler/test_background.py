@@ -435,7 +435,9 @@ def test_what_must_not_be_served_waits(launched: Launched, options: dict[str, An
     assert launched.compiled
 
 
-@pytest.mark.parametrize("why", ["no process", "a graph is captured", "no room", "nothing is kept on disk"])
+@pytest.mark.parametrize(
+    "why", ["no process", "a graph is captured", "no room", "nothing is kept on disk", "same bits"]
+)
 def test_who_cannot_be_served_waits(launched: Launched, monkeypatch: pytest.MonkeyPatch, why: str):
     def no_room(*_: Any) -> Tensor:
         raise torch.OutOfMemoryError
@@ -444,6 +446,8 @@ def test_who_cannot_be_served_waits(launched: Launched, monkeypatch: pytest.Monk
         monkeypatch.setattr(background._background, "most", 0)
     elif why == "a graph is captured":
         monkeypatch.setattr(artifact, "capturing", lambda: True)
+    elif why == "same bits":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     elif why == "no room":
         monkeypatch.setattr(Executables, "by_library", no_room)
     else:

@@ -30,7 +30,7 @@ from insum_nn.locks import new_lock
 __all__ = [
     "Background",
     "Compiled",
-    "StillCompiledError",
+    "NotCompiledYetError",
     "Worker",
     "compile_all",
     "default_background_workers",
@@ -299,7 +299,7 @@ def compile_all(
     return [found.get(code) or Compiled(code, 0.0, False, "there was no process or no time") for code in codes]
 
 
-class StillCompiledError(Exception):
+class NotCompiledYetError(Exception):
     """Other processes compile a kernel, and something else may serve this call."""
 
 
@@ -319,7 +319,7 @@ def run_or_compile(run: Callable[[], T]) -> T | None:
     before, _of_thread.may_be_served = _of_thread.may_be_served, helped()
     try:
         return run()
-    except StillCompiledError:
+    except NotCompiledYetError:
         return None
     finally:
         _of_thread.may_be_served = before
@@ -329,12 +329,12 @@ def missed(code: KernelCode) -> None:
     """Note that a kernel is needed that is not on disk.
 
     Raises:
-        StillCompiledError: other processes compile it, and something else may serve; see `run_or_compile`.
+        NotCompiledYetError: other processes compile it, and something else may serve; see `run_or_compile`.
     """
     begun = _begun()
     if _of_thread.may_be_served and is_storable(code):
         begun.submit([code])
-        raise StillCompiledError
+        raise NotCompiledYetError
     begun.missed(code)
 
 

@@ -268,18 +268,19 @@ class Artifact:
 
         def run(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made | None:
             nonlocal left, last
-            made: tuple[Made | None] | None
-            if left and not capturing() and active() is None:
-                made = run_or_compile(lambda: (body(pool, extents, shapes, initial),))
-            else:
-                made = (body(pool, extents, shapes, initial),)
+            waits = capturing() or active() is not None or torch.are_deterministic_algorithms_enabled()
+
+            def once() -> tuple[Made | None]:
+                return (body(pool, extents, shapes, initial),)
+
+            made = run_or_compile(once) if left and not waits else once()
             if made is None:
                 left, last = left - (last == requested()), requested()
                 with suppress(torch.OutOfMemoryError):
                     served = self._by_library(programs, pool, extents, shapes, initial)
                     if served is not None:
                         return served
-                left, made = 0, (body(pool, extents, shapes, initial),)
+                left, made = 0, once()
             if key in self.bodies:
                 self.bodies[key] = body
             return made[0]

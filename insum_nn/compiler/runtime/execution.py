@@ -269,7 +269,7 @@ class Executables:
         """The indices by whose slices it may be computed: they stand alone wherever they stand."""
         statement, layout = self.bound.statement, self.bound.layout
         within = {
-            term.atom
+            str(term.atom)
             for access in statement.accesses()
             for subscript in access.subscripts
             for term in subscript.terms
@@ -279,7 +279,7 @@ class Executables:
         return [
             at
             for at, (name, axes) in enumerate(zip(layout.indices, layout.written, strict=True))
-            if name not in map(str, within) and (len(axes) == 1 or (sums and not axes))
+            if name not in within and (len(axes) == 1 or (sums and not axes))
         ]
 
     def parts(self, tensors: Sequence[Tensor], extents: Extents, hint: Callable[[int], int]) -> tuple[Part, ...]:
