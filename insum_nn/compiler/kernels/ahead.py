@@ -53,8 +53,10 @@ def collecting() -> Collection | None:
 def collect(target: Target | None = None) -> Generator[Collection]:
     """Collect this thread's launches of kernels that are not loaded yet instead of making them; outputs are zero.
 
-    The argument is an attribute of a `Collection`. Backward passes that this thread begins run in it, not in those that
-    torch keeps for devices.
+    Backward passes that this thread begins run in it, not in those that torch keeps for devices.
+
+    Args:
+        target: as of a `Collection`.
     """
     outer, own = _of_thread.collection, Collection(target)
     with torch.autograd.set_multithreading_enabled(False):

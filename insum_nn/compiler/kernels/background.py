@@ -4,9 +4,9 @@ Triton holds the interpreter's lock for a part of each compilation, and a kernel
 nothing but Triton share neither the lock nor the device; what they compile is found in Triton's cache on disk.
 
 In a first step nothing of this happens until a kernel is known to be missing: most processes find theirs on disk.
-Library calls serve the call that misses one, so that the step goes on to those that come next, and all of them compile
-at once. A kernel whose turn has not come when it is waited for is compiled by who needs it, and so is one whose process
-ended.
+A call whose kernel is missing falls back to library calls, so that the kernels of later calls are requested too and all
+are compiled in parallel. A kernel that is still in the queue when a call waits for it is compiled by the process that
+needs it, and so is one whose worker process ended.
 """
 
 from __future__ import annotations
@@ -175,11 +175,6 @@ class Background:
         self._threads = 0
         self._changed = threading.Condition()
 
-    def missed(self, code: KernelCode) -> None:
-        """Have a kernel compiled that this process needs, and plans something before, where others compile already."""
-        if self._threads:
-            self.submit([code])
-
     def submit(self, codes: Iterable[KernelCode]) -> None:
         """Have kernels compiled that are not on disk, unless they were named before."""
         self.add([code for code in codes if code not in self._known and not is_stored(code)])
@@ -300,13 +295,13 @@ def compile_all(
 
 
 class NotCompiledYetError(Exception):
-    """Other processes compile a kernel, and something else may serve this call."""
+    """Other processes compile a kernel that a call needs, and the call has a fallback."""
 
 
 class _OfThread(threading.local):
-    """Whether something else may serve what this thread calls now."""
+    """Whether what this thread calls now has a fallback."""
 
-    may_be_served = False
+    has_fallback = False
 
 
 _of_thread = _OfThread()
@@ -316,26 +311,24 @@ _lock = new_lock()
 
 def run_or_compile(run: Callable[[], T]) -> T | None:
     """Run what launches kernels; `None`: some are not on disk, and other processes compile the first of these now."""
-    before, _of_thread.may_be_served = _of_thread.may_be_served, helped()
+    before, _of_thread.has_fallback = _of_thread.has_fallback, helped()
     try:
         return run()
     except NotCompiledYetError:
         return None
     finally:
-        _of_thread.may_be_served = before
+        _of_thread.has_fallback = before
 
 
 def missed(code: KernelCode) -> None:
-    """Note that a kernel is needed that is not on disk.
+    """Request a kernel that is not on disk from other processes, where the call that needs it has a fallback.
 
     Raises:
-        NotCompiledYetError: other processes compile it, and something else may serve; see `run_or_compile`.
+        NotCompiledYetError: it was requested; see `run_or_compile`.
     """
-    begun = _begun()
-    if _of_thread.may_be_served and is_storable(code):
-        begun.submit([code])
+    if _of_thread.has_fallback and is_storable(code):
+        submit([code])
         raise NotCompiledYetError
-    begun.missed(code)
 
 
 def _begun() -> Background:

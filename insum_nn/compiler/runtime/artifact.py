@@ -66,9 +66,9 @@ Known = Mapping[int, IndexFacts]
 # A statement on the tensors of a call: what runs it at any sizes, its tensors, its sizes.
 Called = tuple[Executables, list[Tensor], Extents]
 Call = Callable[[Sequence[Tensor], Tensor | None, Mapping[str, int], Sequence[int | None] | None], Tensor | None]
-# How often library calls serve a kind of call when nothing new is missing.
-_PATIENCE = 3
-# Bytes that they may move at a time: what they gather they hold in between, and kernels hold nothing.
+# How often a kind of call that is repeated falls back to library calls while no other kernel is requested.
+_REPEATS = 3
+# Bytes that library calls may read and write at a time, which limits the memory of their intermediate tensors.
 _ROOM = 1 << 27
 # Kinds of calls that are kept, and sizes of those that library calls run.
 _LIMIT = 64
@@ -223,7 +223,7 @@ class Artifact:
         with messages_name(statement):
             found = programs.of(pool, extents)
             if self.generated and isinstance(found.run, Generated):
-                return self._served(key, found.run.at(pool, extents, initial), [programs])
+                return self._with_fallback(key, found.run.at(pool, extents, initial), [programs])
         first, runs = _key_of(pool, extents), dict[object, Run]()
 
         def sized(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made:
@@ -242,7 +242,7 @@ class Artifact:
         # What is chosen may be another backend than before programs were forgotten.
         if isinstance(found.run, CProgram) and not self.generated:
             return self._compiled(key, found.run, sized)
-        return self._served(key, sized, [programs]) if self.generated else sized
+        return self._with_fallback(key, sized, [programs]) if self.generated else sized
 
     def _compiled(self, key: object, program: CProgram, until: Attempt) -> Attempt:
         """What runs a kind of call by a C function, and by something else until that is compiled."""
@@ -255,25 +255,26 @@ class Artifact:
 
         return run
 
-    def _served(self, key: object, body: Attempt, programs: Sequence[Executables]) -> Attempt:
+    def _with_fallback(self, key: object, body: Attempt, programs: Sequence[Executables]) -> Attempt:
         """What runs a kind of call by generated kernels, and by library calls while other processes compile them.
 
-        The calls that miss a kernel go on, so that kernels of later ones are found and compile beside theirs. A call
-        that comes again when nothing new is found waits: its step has told all that it needs.
+        A call whose kernel is not compiled yet does not block, so that the kernels of later calls are requested too,
+        and all are compiled in parallel. A call that is repeated while no other kernel is requested waits for its own:
+        by then all kernels of the step are known.
         """
         options = self.steps[0].spec.options
         if options.deterministic or options.tune or options.backend == "triton":
             return body
-        left, last = _PATIENCE, -1
+        left, last = _REPEATS, -1
 
         def run(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made | None:
             nonlocal left, last
-            waits = capturing() or active() is not None or torch.are_deterministic_algorithms_enabled()
+            waits = not left or capturing() or active() is not None or torch.are_deterministic_algorithms_enabled()
 
             def once() -> tuple[Made | None]:
                 return (body(pool, extents, shapes, initial),)
 
-            made = run_or_compile(once) if left and not waits else once()
+            made = once() if waits else run_or_compile(once)
             if made is None:
                 left, last = left - (last == requested()), requested()
                 with suppress(torch.OutOfMemoryError):
@@ -290,7 +291,7 @@ class Artifact:
     def _by_library(
         self, programs: Sequence[Executables], pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None
     ) -> Made | None:
-        """Compute the statements one by one by library calls; `None`: these would hold too much in between."""
+        """Compute the statements one by one by library calls; `None`: their intermediate tensors would be too large."""
         made: dict[int, Tensor] = {}
         for number, (own, (_, places, output, _, _)) in enumerate(zip(programs, self.steps, strict=True)):
             sizes = Extents(extents[number], shapes[output])
@@ -313,7 +314,7 @@ class Artifact:
             fused, self.reason = choose(ones, pool, options, self._kernels, deterministic=self.deterministic)
             if fused is None:
                 return _nothing_printed
-            return self._served(key, fused.run(ones, pool), [programs for programs, _, _ in called])
+            return self._with_fallback(key, fused.run(ones, pool), [programs for programs, _, _ in called])
         except FormError as error:
             self.reason = f"one by one: {error}"
             return _nothing_printed

@@ -223,16 +223,16 @@ class Executables:
     def by_library(
         self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None, room: int
     ) -> Tensor | None:
-        """Compute it by library calls, a slice of one index at a time: what serves while its kernels are compiled.
+        """Compute it by library calls, a slice of one index at a time: the fallback while its kernels are compiled.
 
         Args:
             tensors: its tensors.
             extents: its sizes.
             initial: the initial value.
-            room: bytes that the calls of a slice may move; what they gather they hold in between.
+            room: bytes that the calls of a slice may read and write, which limits the memory of intermediate tensors.
 
         Returns:
-            The output; `None`: it cannot be divided in so small slices.
+            The output; `None`: it cannot be divided into such small slices.
         """
         text = self.bound.statement.text
         own = _executables_of(self.bound, replace(self.options, backend="eager"), text)
