@@ -151,11 +151,8 @@ def test_one_program_has_no_more_accumulators_than_registers(expression: str, po
         tried = list(candidates(form))
         assert tried[0] == default_schedule(form)
         # Each takes seconds to compile.
-        assert len(tried) <= (8 if copies == 64 else 4)
-        assert min(schedule.groups for schedule in tried) == max(1, points // 6)
-        assert max(schedule.groups for schedule in tried) == points
-        # Wide tiles have work for more warps.
-        assert any(schedule.warps == 4 for schedule in tried) == (copies == 64)
+        assert len(tried) <= 10
+        assert len({schedule.groups for schedule in tried}) == min(3, max(1, points // 3))
 
 
 @pytest.mark.parametrize(("points", "groups"), [(24, (1, 1, 2)), (48, (2, 2, 4)), (96, (4, 4, 4))], ids=str)

@@ -11,7 +11,7 @@ from insum_nn.compiler.schedule.form import CELLS, ENTRY, LONGEST, ROW_LOOP, For
 from insum_nn.compiler.schedule.placement import MANY_TERMS, element_axes
 from insum_nn.dtypes import is_widened
 
-__all__ = ["default_schedule", "is_swapped", "tiles_at_most"]
+__all__ = ["default_schedule", "is_swapped"]
 
 
 def default_schedule(form: Form, *, divided: bool = False) -> Schedule:
@@ -151,11 +151,11 @@ def _default_of_several(form: Form) -> Schedule:
     An H200 took 3.2 and 4.1 ms for the double backward of a large product so, and 11.1 and 11.6 with two.
     """
     columns = form.static[element_axes(form)[1][0]]
-    n = max(2, min(32, power(columns)), power(-(-columns // tiles_at_most(form))))
+    n = max(2, min(32, power(columns)), power(-(-columns // _tiles_at_most(form))))
     return Schedule(n=n, chunk=256, warps=max(1, min(8, n // 32)), stages=1)
 
 
-def tiles_at_most(form: Form) -> int:
+def _tiles_at_most(form: Form) -> int:
     """Into how many programs the columns of a sum in memory may be divided."""
     if is_widened(form.bound.dtype):
         # Each part would be rounded.
