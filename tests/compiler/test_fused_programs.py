@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,9 @@ import torch
 
 import insum_nn
 from insum_nn import Options
-from insum_nn.compiler.ir import nodes
-from insum_nn.compiler.ir.build import Names
-from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels import generated as generated_module
 from insum_nn.compiler.kernels import launch as launch_module
-from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.runtime import artifact as artifact_module
 from insum_nn.compiler.runtime import fused_kernels as fused_module
 from insum_nn.compiler.schedule import additional as additional_module
@@ -313,22 +308,6 @@ def test_an_output_of_other_rows_than_what_is_read():
         for program, tensors, shape, got in zip(pair, given, shapes, found, strict=True):
             want = program.reference(tensors=tensors, out_shape=shape)
             assert_matches(got, want, dtype=torch.float32, kind="sum", scale=float(want.abs().max()))
-
-
-def test_terms_that_share_most_are_clustered():
-    tensors = draw(4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        form = kernels_of(ones_of("xyw", tensors)[0])[0].generated.form
-    kernel = form.algorithm
-    stores, found = stores_of(kernel), clusters(kernel)
-    # All terms once, each cluster with those of one path: no cell of the output's gradient is in two of them.
-    assert sorted(itertools.chain(*found)) == [*range(len(stores))]
-    gradient = Names(form.bound.statement).tensors["dZ"]
-    loads = [[n for n in nodes.walk(store) if isinstance(n, nodes.Load)] for store in stores]
-    cells = [{n.subscripts for at in each for n in loads[at] if n.buffer.name == gradient} for each in found]
-    assert len(found) > 1
-    assert all(not a & b for a, b in itertools.combinations(cells, 2))
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -24,7 +24,6 @@ from insum_nn.compiler.passes.cpu.pad_operands import pad_operands
 from insum_nn.compiler.passes.cpu.place_lanes import place_lanes
 from insum_nn.compiler.passes.cpu.transpose_operands import transpose_operands
 from insum_nn.compiler.passes.cpu.written_cells import written_cells
-from insum_nn.compiler.passes.fuse_outputs import clusters
 from insum_nn.compiler.passes.gather_writes import gather_writes
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 from insum_nn.compiler.passes.tile import Tiling, tile
@@ -130,6 +129,6 @@ def place(kernel: Kernel, own: OwnRows | None, schedule: Schedule, tiling: Tilin
     """
     walk = RowWalk(_verified(kernel), 0) if own is None else own(_verified(kernel))
     _verified(walk.kernel)
-    placed = tile_outputs(walk, schedule, tiling, clusters(walk.kernel)) if several else tile(walk, schedule, tiling)
+    placed = tile_outputs(walk, schedule, tiling) if several else tile(walk, schedule, tiling)
     verify_kernel(placed, placed=True)
     return placed

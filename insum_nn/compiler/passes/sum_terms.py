@@ -34,7 +34,7 @@ from insum_nn.compiler.passes.terms import Term, factored, guards, loose, select
 from insum_nn.compiler.passes.unify_variants import rolled
 from insum_nn.dtypes import is_widened
 
-__all__ = ["Cell", "Space", "Sums", "partial_sums", "summed", "without"]
+__all__ = ["Cell", "Space", "Sums", "cell_sum", "summed", "without"]
 
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
 K = 1
@@ -110,7 +110,7 @@ def summed(cells: Sequence[Cell], space: Space, product: Sides | None, precision
     found = Sums()
     body: list[Stmt] = []
     for cell in cells:
-        (value,), where, settled = partial_sums([cell.terms], space)
+        value, where, settled = cell_sum(cell.terms, space)
         found.buffers.append(cell.total)
         body.append(Store(cell.total, (), value, "add", where))
         found.totals.append(select(settled, Load(cell.total, ())))
@@ -126,9 +126,8 @@ def without(term: Term, address: Sequence[Expr]) -> Term:
 # Products element by element.
 
 
-def partial_sums(groups: Sequence[Sequence[Term]], space: Space) -> tuple[list[Expr], Expr | None, list[Expr]]:
-    """What each group of a cell's terms adds, where it is added, and the conditions by which the sum is selected."""
-    terms = [term for group in groups for term in group]
+def cell_sum(terms: Sequence[Term], space: Space) -> tuple[Expr, Expr | None, list[Expr]]:
+    """What a cell's terms add, where it is added, and the conditions by which the sum is selected."""
     # Terms have most factors in common.
     past, guarded = _past_ends(space), cache(space.guards)
     needed = [loose(term.factors, [*term.conditions, *past], guarded) for term in terms]
@@ -139,9 +138,8 @@ def partial_sums(groups: Sequence[Sequence[Term]], space: Space) -> tuple[list[E
     factors = [term.factors for term in terms]
     if len(terms) == 1:
         factors[0], where = _by_factor(factors[0], where, space)
-    every = iter([(t.number, f, own) for t, f, own in zip(terms, factors, rest, strict=True)])
-    totals = [_total([next(every) for _ in group], space) for group in groups]
-    return totals, conjunction(where), settled
+    every = [(t.number, f, own) for t, f, own in zip(terms, factors, rest, strict=True)]
+    return _total(every, space), conjunction(where), settled
 
 
 def _past_ends(space: Space) -> list[Expr]:

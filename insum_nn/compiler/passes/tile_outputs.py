@@ -41,54 +41,46 @@ from insum_nn.compiler.ir.nodes import (
 )
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.passes.own_rows import RowWalk
-from insum_nn.compiler.passes.sum_terms import Space, partial_sums, without
+from insum_nn.compiler.passes.sum_terms import Space, cell_sum, without
 from insum_nn.compiler.passes.terms import Term, select, term_of
 from insum_nn.compiler.passes.tile import M, N, Tiler, Tiling
 
 __all__ = ["tile_outputs"]
 
 
-def tile_outputs(walk: RowWalk, schedule: Schedule, tiling: Tiling, clusters: Sequence[Sequence[int]]) -> Kernel:
+def tile_outputs(walk: RowWalk, schedule: Schedule, tiling: Tiling) -> Kernel:
     """Place every loop of a kernel with several outputs.
 
     Args:
         walk: the kernel, whose first output may have the rows that programs own.
         schedule: the schedule.
         tiling: where its loops go; the columns of a tile are one loop, and nothing is multiplied by the matrix unit.
-        clusters: positions of its stores, in the order in which they are computed.
     """
-    return _OutputsTiler(walk, schedule, tiling).outputs(clusters)
+    return _OutputsTiler(walk, schedule, tiling).outputs()
 
 
 @dataclass
 class _Cell:
-    """A cell of an output: the first store to it, its terms by cluster, and its local sum."""
+    """A cell of an output: the first store to it, its terms, and its local sum."""
 
     store: Store
     total: Buffer
-    groups: dict[int, list[Term]] = field(default_factory=dict[int, list[Term]])
+    terms: list[Term] = field(default_factory=list[Term])
     settled: list[Expr] = field(default_factory=list[Expr])
 
 
 class _OutputsTiler(Tiler):
-    def outputs(self, clusters: Sequence[Sequence[int]]) -> Kernel:
+    def outputs(self) -> Kernel:
         """The kernel."""
         self.cells: dict[tuple[Buffer, tuple[Expr, ...]], _Cell] = {}
-        for position in sorted(position for cluster in clusters for position in cluster):
-            store = self.stores[position]
-            self.cells.setdefault((store.buffer, store.subscripts), _Cell(store, self.local(store, len(self.cells))))
-        for number, cluster in enumerate(clusters):
-            for position in cluster:
-                store = self.stores[position]
-                self.cells[store.buffer, store.subscripts].groups.setdefault(number, []).append(term_of(store))
-        sums: list[list[Stmt]] = [[] for _ in clusters]
-        for cell in self.cells.values():
-            for number, statement in self.sums(cell):
-                sums[number].append(statement)
+        for store in self.stores:
+            new = _Cell(store, self.local(store, len(self.cells)))
+            self.cells.setdefault((store.buffer, store.subscripts), new).terms.append(term_of(store))
+        sums = [*map(self.sum, self.cells.values())]
         owned = [cell for cell in self.cells.values() if self.owned(cell.store)]
         further = [cell for cell in self.cells.values() if not self.owned(cell.store)]
         # After all reads, which can then be moved ahead of the stores.
-        body = (*self.columns([each for cluster in sums for each in cluster]), *self.written(further))
+        body = (*self.columns(sums), *self.written(further))
         stores = [
             each
             for cell in owned
@@ -118,21 +110,15 @@ class _OutputsTiler(Tiler):
             return tuple(body)
         return (self.with_body(self.axes[N], tuple(body)),)
 
-    def sums(self, cell: _Cell) -> list[tuple[int, Stmt]]:
-        """The statements that sum a cell's terms, each with its cluster."""
+    def sum(self, cell: _Cell) -> Stmt:
+        """The statement that sums a cell's terms."""
         address = self.address_of(cell.store)
-        groups = [[without(term, address) for term in group] for group in cell.groups.values()]
+        terms = [without(term, address) for term in cell.terms]
         owned, column = self.owned(cell.store), self.column(cell.total)
-        values, where, cell.settled = partial_sums(groups, self.space() if owned else self.space_of_entry(cell.store))
-        found: list[tuple[int, Stmt]] = []
-        for number, value in zip(cell.groups, values, strict=True):
-            if owned:
-                store = Store(cell.total, column, value, "add", where)
-            else:
-                combine: Combine = "add" if found else "set"
-                store = Store(cell.total, column, select(conjuncts(where), value), combine)
-            found.append((number, store))
-        return found
+        value, where, cell.settled = cell_sum(terms, self.space() if owned else self.space_of_entry(cell.store))
+        if owned:
+            return Store(cell.total, column, value, "add", where)
+        return Store(cell.total, column, select(conjuncts(where), value))
 
     def space_of_entry(self, store: Store) -> Space:
         """The loops around the sum of one entry: over columns, or over nothing."""
