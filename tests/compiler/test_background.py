@@ -393,6 +393,32 @@ def test_library_calls_serve_by_slices(launched: Launched, monkeypatch: pytest.M
         assert_matches(own, each, dtype=torch.float64, kind="gradient")
 
 
+@pytest.mark.parametrize("entries", [0, 5, 300])
+@pytest.mark.parametrize("text", ["+= X[In[p],c] * Y[Out[p],d]", "+= V[p] * sin(X[In[p],c]) * Y[2*p+3,d]"])
+@pytest.mark.parametrize("begun", [False, True], ids=["plain", "with an initial value"])
+def test_library_calls_multiply_matrices_of_tiles(launched: Launched, text: str, begun: bool, entries: int):
+    """Entries of one key are multiplied together; some have no key, others no factor."""
+    keys, rows, columns = (torch.randint(-1, most, (entries,)) for most in (3, 7, 9))
+    keys[keys == 1] = 2
+    tensors = {"Off": keys, "In": rows, "Out": columns, "V": torch.randn(entries, dtype=torch.float64)}
+    tensors |= {"X": torch.randn(7, 5, dtype=torch.float64), "Y": torch.randn(max(9, 2 * entries + 3), 4).double()}
+    tensors["X"][6] = torch.inf
+    tensors["Y"][8] = torch.nan
+    rows[rows == 6], columns[columns == 8] = 0, 0
+    expected = torch.randn(5, 3, 4, dtype=torch.float64) if begun else torch.zeros(5, 3, 4, dtype=torch.float64)
+    initial = {"dW": expected.clone()} if begun else {}
+    for p in range(entries):
+        if "V" in text and 2 * p + 3 != 8 and keys[p] >= 0 and rows[p] >= 0:
+            expected[:, keys[p]] += torch.outer(tensors["X"][rows[p]].sin() * tensors["V"][p], tensors["Y"][2 * p + 3])
+        elif "V" not in text and min(keys[p], rows[p], columns[p]) >= 0:
+            expected[:, keys[p]] += torch.outer(tensors["X"][rows[p]], tensors["Y"][columns[p]])
+    given = {name: tensor for name, tensor in tensors.items() if f"{name}[" in f"Off[{text}"}
+    made = insum_nn.insum(f"dW[c,Off[p],d] {text}", **given, **initial, out_shape=(5, 3, 4))
+    assert_matches(made, expected, dtype=torch.float64, kind="sum")
+    assert launched.submitted or not entries
+    assert not launched.compiled
+
+
 def sums(**options: Any) -> tuple[Any, dict[str, Tensor]]:
     x, edges, values = operands()
     program = insum_nn.compile("C[Row[p],n] += Val[p] * B[Col[p],n]", options=Options(**options))

@@ -2,7 +2,7 @@
 
     out[x0[a], b] += t0[a, c] * (t1[x1[a, c], b] ...)    ->    v0 = t1[x1]                 v0[a, c, b]
                                                                v1 = matmul(t0, v0)         v1[a, b]
-                                                               index_put(zeros, x0, v1)
+                                                               index_add(zeros, 0, x0, v1)
 
 Factors are gathered, multiplied two at a time, and what remains is written. The graph takes the tensors in order, then
 the sizes that no tensor shows, then the initial value. Sizes that a tensor shows are read from its shape, so one graph
@@ -236,12 +236,18 @@ class _Writer(GraphWriter):
         if dtype != self.dtype:
             node = self.method("to", node, dtype)
             initial = None if initial is None else self.method("to", initial, dtype)
-        node = self.align(node, value.labels, arranged)
+        # Along one axis, without sorting the entries: where there are few, that takes most of the time on a GPU.
+        alone = len(places) == 1 and bool(labels) and not (self.compiled or self.options.deterministic)
+        node = (self.expanded if alone else self.align)(node, value.labels, arranged)
         if valid is not None:
             node = self.call(torch.where, valid, node, 0)
         if places:
             if initial is None:
                 initial = self.call(torch.zeros, self.output_shape(), dtype=dtype, device=self.device)
+            if alone:
+                index = self.method("reshape", listed[at], -1)
+                node = self.method("flatten", node, at, at + len(labels) - 1)
+                return self.finish(self.call(torch.index_add, initial, at, index, node))
             return self.finish(self.call(torch.ops.aten.index_put.default, initial, listed, node, True))
         if initial is not None:
             return self.finish(self.call(operator.add, initial, node))

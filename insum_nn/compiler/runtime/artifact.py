@@ -297,10 +297,10 @@ class Artifact:
             sizes = Extents(extents[number], shapes[output])
             tensors = [pool[at] if at >= 0 else made[-1 - at] for at in places]
             start = initial.expand(sizes.output) if initial is not None and not number else None
-            part = own.by_library(tensors, sizes, start, _ROOM)
+            part = own.by_library(tensors, sizes, start, made.get(output), _ROOM)
             if part is None:
                 return None
-            made[output] = made[output].add_(part) if output in made else part
+            made[output] = part
         return tuple([made[output] for output in sorted(made)])
 
     def _by_one_kernel(self, key: object, called: Sequence[Called], pool: Pool) -> Attempt:

@@ -34,6 +34,7 @@ from insum_nn.compiler.runtime.fixed_extents import fixed_extents
 from insum_nn.compiler.runtime.library_calls import integers_of, library_calls_of, without_unused_facts
 from insum_nn.compiler.runtime.read_cells import UnreadCells
 from insum_nn.compiler.runtime.statement_cuts import WHOLE, Part, Tree, decide, sizes_of, total
+from insum_nn.compiler.runtime.tiled_entries import tiled
 from insum_nn.compiler.schedule.form import FormError
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes
 from insum_nn.compiler.tuning.build_once import BuildOnce, CacheKey, shared_key
@@ -221,7 +222,7 @@ class Executables:
         return Executable(self.bound, extents, options, "", f"{reason} {len(parts)}", None, parts=parts, costs=costs)
 
     def by_library(
-        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None, room: int
+        self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None, into: Tensor | None, room: int
     ) -> Tensor | None:
         """Compute it by library calls, a slice of one index at a time: the fallback while its kernels are compiled.
 
@@ -229,40 +230,45 @@ class Executables:
             tensors: its tensors.
             extents: its sizes.
             initial: the initial value.
+            into: what other statements have made of the same output; it is changed in place.
             room: bytes that the calls of a slice may read and write, which limits the memory of intermediate tensors.
 
         Returns:
             The output; `None`: it cannot be divided into such small slices.
         """
         text = self.bound.statement.text
-        own = _executables_of(self.bound, replace(self.options, backend="eager"), text)
+        bound, tensors, extents = tiled(self.bound, tensors, extents)
+        own = _executables_of(bound, replace(self.options, backend="eager"), text)
         tree, sizes = own._decided(tensors, extents)
-        slices = math.ceil(total(tree.parts(self.bound, sizes), own.options).moved / room)
-        if slices <= 1:
-            return own.of(tensors, extents).prepare(tensors, extents, initial)(tensors, initial)
-        at = max(self._divisible, key=extents.indices.__getitem__, default=-1)
-        whole, layout = extents.indices[at], self.bound.layout
-        if at < 0 or whole < slices:
+        slices = math.ceil(total(tree.parts(bound, sizes), own.options).moved / room)
+        layout = bound.layout
+        at = max(own._divisible, key=extents.indices.__getitem__, default=-1) if slices > 1 else -1
+        whole, axes = (extents.indices[at], layout.written[at]) if at >= 0 else (1, ())
+        if whole < slices:
             return None
-        axes, parts, runs = layout.written[at], list[Tensor](), dict[int, Run]()
-        step = whole // slices
+        runs, step, result = dict[int, Run](), whole // max(slices, 1), into
         for begin in range(0, whole, step):
             size = min(step, whole - begin)
-            given, output, start = [*tensors], [*extents.output], initial
-            for place, axis in layout.plain[at]:
-                given[place] = given[place].narrow(axis, begin, size)
-            for axis in axes:
-                output[axis] = size
-                start = None if initial is None else initial.narrow(axis, begin, size)
-            if parts and not axes and initial is not None:
-                start = parts.pop()
+            given, output, inner = [*tensors], [*extents.output], [*extents.indices]
+            start = initial if initial is None or result is None else result
+            if at >= 0:
+                inner[at] = size
+                for place, axis in layout.plain[at]:
+                    given[place] = given[place].narrow(axis, begin, size)
+                for axis in axes:
+                    output[axis] = size
+                    start = None if initial is None else initial.narrow(axis, begin, size)
             run = runs.get(size)
             if run is None:
-                inner = Extents((*extents.indices[:at], size, *extents.indices[at + 1 :]), tuple(output))
-                run = runs[size] = own.of(given, inner).prepare(given, inner, start)
+                part = Extents(tuple(inner), tuple(output))
+                run = runs[size] = own.of(given, part).prepare(given, part, start)
             made = run(given, start)
-            parts.append(parts.pop().add_(made) if parts and not axes else made)
-        return torch.cat(parts, axes[0]) if axes else parts[0]
+            if axes:
+                result = made.new_zeros(extents.output) if result is None else result
+                result.narrow(axes[0], begin, size).add_(made)
+            else:
+                result = made if result is None or start is not None else result.add_(made)
+        return result
 
     @cached_property
     def _divisible(self) -> list[int]:

@@ -10,7 +10,7 @@ within a factor of 1.4, on every device and for derivative statements too; nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor
 from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
 from insum_nn.compiler.lang.epilogue import PLAIN
 from insum_nn.compiler.lang.misses import labels_of
+from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
 from insum_nn.compiler.passes.cut_products import Axis, Cut, cuts_of
 from insum_nn.compiler.passes.split_static_tables import split_static_tables
@@ -30,7 +31,7 @@ from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machin
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 
-__all__ = ["WHOLE", "Part", "Tree", "decide", "sizes_of", "total"]
+__all__ = ["WHOLE", "Part", "Tree", "bound_part", "decide", "sizes_of", "total"]
 
 # A statement is cut if that costs less than this share of the whole: counts are no times. For products of blocks they
 # agree with times measured on a CPU and a GPU, so there they decide.
@@ -146,20 +147,20 @@ def _both(cut: Cut, bound: Bound, sizes: Sizes, static: Tables = ()) -> tuple[Pa
 
 def _bound(bound: Bound, cut: Cut, *, last: bool) -> Bound:
     """What is known of a part, from what is known of the whole."""
-    statement = cut.second if last else cut.first
-    layout, whole = layout_of(statement), bound.layout
-    known = dict(zip(whole.tensors, zip(bound.index_dtypes, bound.facts, strict=True), strict=True))
-    known |= {name: (torch.int64, _ENTRIES) for name, table in cut.tables.items() if not table.is_floating}
-    dtypes, facts = zip(*[known.get(name, (bound.dtype, UNKNOWN)) for name in layout.tensors], strict=True)
+    tables = {name: (torch.int64, _ENTRIES) for name, table in cut.tables.items() if not table.is_floating}
     return replace(
-        bound,
-        statement=statement,
-        index_dtypes=dtypes,
+        bound_part(bound, cut.second if last else cut.first, tables),
         has_initial=last and bound.has_initial,
-        facts=facts,
         drop_outside=bound.drop_outside or (cut.drops and not last),
         epilogue=bound.epilogue if last else PLAIN,
     )
+
+
+def bound_part(bound: Bound, statement: Statement, made: Mapping[str, tuple[torch.dtype, IndexFacts]]) -> Bound:
+    """Another statement over tensors of a bound one, with index tensors that are made for it."""
+    known = dict(zip(bound.layout.tensors, zip(bound.index_dtypes, bound.facts, strict=True), strict=True)) | {**made}
+    dtypes, facts = zip(*[known.get(n, (bound.dtype, UNKNOWN)) for n in layout_of(statement).tensors], strict=True)
+    return replace(bound, statement=statement, index_dtypes=dtypes, facts=facts)
 
 
 def _parts(part: Part, tree: Tree) -> Iterator[Part]:
