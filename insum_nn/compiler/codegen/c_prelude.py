@@ -275,7 +275,10 @@ class Helpers:
         """Read a vector as it stands in memory, and convert it."""
         number, vector = self.number, self.vector(width)
         if number.stored == number.number or self.dtype in ("int32", "int64"):
-            return f"{vector} r; __builtin_memcpy(&r, p, sizeof r); return r;"
+            # Or gcc reads a vector again for each product that it is a factor of, if it tunes for AMD's processors.
+            feature = {32: "__AVX__", 64: "__AVX512F__"}.get(number.bytes * width)
+            held = f'\n#ifdef {feature}\n  __asm__("" : "+v"(r));\n#endif\n  ' if feature else ""
+            return f"{vector} r; __builtin_memcpy(&r, p, sizeof r); {held}return r;"
         lane, size = ("_Float16" if self.dtype == "float16" else number.stored), dtype_of(self.dtype).torch.itemsize
         read = f"typedef {lane} n __attribute__((vector_size({size * width}))); n x; __builtin_memcpy(&x, p, sizeof x);"
         if self.dtype == "bfloat16":
