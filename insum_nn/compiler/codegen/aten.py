@@ -245,8 +245,10 @@ class _Writer(GraphWriter):
             if initial is None:
                 initial = self.call(torch.zeros, self.output_shape(), dtype=dtype, device=self.device)
             if alone:
-                index = self.method("reshape", listed[at], -1)
-                node = self.method("flatten", node, at, at + len(labels) - 1)
+                index = listed[at]
+                if len(labels) > 1:
+                    index = self.method("reshape", index, -1)
+                    node = self.method("flatten", node, at, at + len(labels) - 1)
                 return self.finish(self.call(torch.index_add, initial, at, index, node))
             return self.finish(self.call(torch.ops.aten.index_put.default, initial, listed, node, True))
         if initial is not None:
