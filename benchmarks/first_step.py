@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TextIO, TypedDict, cast
+from typing import Any, NamedTuple, NotRequired, Self, TextIO, TypedDict, cast
 
 import torch
 
@@ -84,6 +84,7 @@ class OneStep(TypedDict):
         c_compiler_s: seconds that Triton ran a C compiler for this process; and from the end of the step until the C
             functions that it asked for served.
         measured: how often the times of a kernel or of a program were measured.
+        peak_mib: most memory of the GPU that tensors had at a time, in MiB; absent on a CPU.
     """
 
     seconds: float
@@ -92,6 +93,7 @@ class OneStep(TypedDict):
     compile_s: float
     c_compiler_s: float
     measured: int
+    peak_mib: NotRequired[int]
 
 
 class FirstStep(Machine):
@@ -243,11 +245,15 @@ def take(
     with _Counters() as counters:
         before = counters.state()
         for _ in range(STEPS):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
             with torch.set_grad_enabled(mode != "fwd" or problem.recorded):
                 _step(work, mode)
             timing.synchronize(device)
             after = counters.state()
-            steps.append(cast(OneStep, {key: after[key] - before[key] for key in OneStep.__annotations__}))
+            steps.append(cast(OneStep, {key: after[key] - before[key] for key in before}))
+            if device.type == "cuda":
+                steps[-1]["peak_mib"] = torch.cuda.max_memory_allocated(device) >> 20
             taken(built, steps)
             before = counters.state()
     return built, steps

@@ -198,9 +198,10 @@ def first_step_table() -> str:
             waited = sum(s["seconds"] + s["c_compiler_s"] for s in (entry["steps"] or [])[: max(compiled, default=0)])
             after = f", all after {duration(waited * 1e3)}" if entry["driver"] is None and compiled else ""
             count = sum(step["compiled"] for step in entry["steps"] or [])
-            cells = [duration(first["seconds"] * 1e3), f"{count}{after}", then]
+            peaks = [f"{s['peak_mib']} MiB" if "peak_mib" in s else "" for s in (first, *later[-1:])]
+            cells = [duration(first["seconds"] * 1e3), f"{count}{after}", then, " / ".join(filter(None, peaks))]
             lines.append([f"`{_first_step_name(entry)}`", provider, caches, *cells])
-        head = ["case", "layers", "caches", "first step", "kernels compiled", "third step"]
+        head = ["case", "layers", "caches", "first step", "kernels compiled", "third step", "memory of both"]
         found: dict[str, set[str]] = {}
         for entry in mine:
             found.setdefault(_state(entry, entry["utc"]), set()).add(entry["case"].partition("/")[0])
