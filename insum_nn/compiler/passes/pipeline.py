@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from insum_nn.compiler.ir.access import indices_in
 from insum_nn.compiler.ir.graph import ROW, loops_of, stores_of
 from insum_nn.compiler.ir.lowered import Lowered, Wide
-from insum_nn.compiler.ir.nodes import Buffer, Kernel, Load, Store, replacing
+from insum_nn.compiler.ir.nodes import Buffer, Kernel, Load, Loop, Store, replacing
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.ir.verify import verify_kernel
 from insum_nn.compiler.passes.cpu.group_entries import group_entries, plain_entry
@@ -80,7 +80,7 @@ def lower(kernel: Kernel, made: Collection[str] = (), vector_bytes: int = 32) ->
         walk_, read, count = grouped
         kernel, rows = transpose_operands(_verified(walk_.kernel), row=ROW)
         structure, entries, copies = (read.buffer.name, count), walk_.entries, (*copies, *rows)
-    elif not cells.once and (found := _owned_rows(stores)) is not None:
+    elif not cells.once and (found := _owned_rows(stores, loops_of(kernel))) is not None:
         axis, read = found
         structure = read.buffer.name, stores[0].buffer.shape[axis]
         kernel = _verified(own_rows(kernel, read, axis, permuted=True).kernel)
@@ -102,14 +102,18 @@ def lower(kernel: Kernel, made: Collection[str] = (), vector_bytes: int = 32) ->
     return Lowered(kernel, cells, place_lanes(kernel, cells, vector_bytes, _FEW), structure, copies, wide)
 
 
-def _owned_rows(stores: Sequence[Store]) -> tuple[int, Load] | None:
-    """An axis of the output that an entry addresses whose own indices address nothing else of it."""
+def _owned_rows(stores: Sequence[Store], loops: Collection[Loop]) -> tuple[int, Load] | None:
+    """An axis of the output that an entry addresses whose own indices address nothing else of it.
+
+    Where an entry adds one number, that is read and added as it comes: rows would read numbers that are far apart.
+    """
     first = stores[0]
     for axis, subscript in enumerate(first.subscripts):
         if isinstance(subscript, Load) and plain_entry(subscript):
             rest = indices_in(*(s for store in stores for at, s in enumerate(store.subscripts) if at != axis))
             alike = all(store.subscripts[axis] is subscript for store in stores)
-            if alike and not rest & indices_in(subscript):
+            many = {loop.index for loop in loops} - indices_in(subscript)
+            if alike and many and not rest & indices_in(subscript):
                 return axis, subscript
     return None
 
