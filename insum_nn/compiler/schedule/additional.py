@@ -18,19 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
 from insum_nn.compiler.ir.canonical import names_of
-from insum_nn.compiler.ir.graph import loops_of, stores_of
-from insum_nn.compiler.ir.nodes import Buffer, Const, Index, Kernel, Load, Node, Size, Store
+from insum_nn.compiler.ir.graph import loops_of
+from insum_nn.compiler.ir.nodes import Buffer, Const, Index, Kernel, Load, Node, Size
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.syntax import Access, Statement
 from insum_nn.compiler.passes.fuse_outputs import fuse_outputs
 from insum_nn.compiler.schedule.coverage import Coverage
-from insum_nn.compiler.schedule.form import ROW_LOOP, AdditionalOutput, Form, FormError, at_rows, input_of
+from insum_nn.compiler.schedule.form import ROW_LOOP, AdditionalOutput, Form, FormError, input_of
 from insum_nn.compiler.schedule.placement import adds_rows, element_axes
 from insum_nn.compiler.schedule.plan import Plan
 from insum_nn.dtypes import is_widened
@@ -91,18 +90,9 @@ def fused_form(
     shared = build(bound)
     row_index = Load(input_of(shared, names.tensors[tensor]), (Index(names.indices[entry]),))
 
-    @cache
-    def make() -> tuple[Kernel, tuple[tuple[Store, ...], ...]]:
-        algorithm = _fused([form for form, _ in forms], outputs, additional, shared, names)
-        stores = tuple(
-            at_rows((store for store in stores_of(algorithm) if store.buffer is result.buffer), row_index)
-            for result in algorithm.results
-        )
-        return algorithm, stores if owns else ((), *stores)
-
     form = Form(
         bound,
-        make,
+        lambda: _fused([form for form, _ in forms], outputs, additional, shared, names),
         {**{names.indices[name]: extent for name, extent in sizes.items()}, ROW_LOOP: rows},
         "own",
         row_index,

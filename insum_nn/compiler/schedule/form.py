@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 from insum_nn.compiler.ir import graph
 from insum_nn.compiler.ir.access import affine_terms, indices_in
-from insum_nn.compiler.ir.build import OUTPUT, build
+from insum_nn.compiler.ir.build import build
 from insum_nn.compiler.ir.canonical import canonical_key, names_of
 from insum_nn.compiler.ir.graph import ROW, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Expr, Index, Kernel, Load, Store, operands, replacing
@@ -43,7 +43,6 @@ __all__ = [
     "Form",
     "FormError",
     "Product",
-    "at_rows",
     "atoms",
     "input_of",
     "make_form",
@@ -100,8 +99,7 @@ class Form:
 
     Attributes:
         bound: the statement.
-        make: its algorithm, made when it is first asked for: a kernel whose loops are not placed, and the terms of each
-            output, at the rows of `row_index`.
+        make: makes its algorithm, when it is first asked for.
         sizes: extents of a call, the number of rows that programs own, and entries of the longest of them if known;
             they steer choices.
         strategy: how terms reach the output.
@@ -120,7 +118,7 @@ class Form:
     """
 
     bound: Bound
-    make: Callable[[], tuple[Kernel, tuple[tuple[Store, ...], ...]]]
+    make: Callable[[], Kernel]
     sizes: Mapping[str, int]
     strategy: OutputStrategy
     row_index: Load | None
@@ -140,19 +138,23 @@ class Form:
         renamed = dict(zip(self.bound.statement.tensors(), bound.statement.tensors(), strict=True))
         return replace(self, bound=bound, tables=frozenset(renamed[name] for name in self.tables))
 
-    @property
+    @cached_property
     def algorithm(self) -> Kernel:
         """Its kernel, whose loops are not placed; static tables are unrolled."""
-        return self.make()[0]
+        return self.make()
 
-    @property
+    @cached_property
     def stores(self) -> tuple[tuple[Store, ...], ...]:
         """The terms of each output, at the rows of `row_index`.
 
         With additional outputs the first may have none: `row_index` then says in which order terms are walked, and
         nothing else.
         """
-        return self.make()[1]
+        at_rows = replacing({} if self.row_index is None else {self.row_index: ROW})
+        each: dict[Buffer, list[Store]] = {result.buffer: [] for result in self.algorithm.results}
+        for store in stores_of(self.algorithm):
+            each[store.buffer].append(at_rows(store))
+        return (*([()] if len(each) == len(self.additional) else []), *map(tuple, each.values()))
 
     @property
     def unrolled(self) -> tuple[Store, ...]:
@@ -249,30 +251,16 @@ class Form:
         return tuple(self.places[x] for x in self.entries), tuple(self.places[x] for x in self.reduce)
 
     @cached_property
-    def _direct(self) -> frozenset[tuple[str, int, str]]:
-        """Every tensor, axis and index where the index addresses the whole axis."""
-        layout, names = self.bound.layout, names_of(self.bound.statement)
-        tensors = [names.tensors[name] for name in layout.tensors]
-        reads = {
-            (tensors[position], axis, names.indices[index])
-            for index, places in zip(layout.indices, layout.plain, strict=True)
-            for position, axis in places
-        }
-        written = enumerate(layout.output_plain)
-        reads |= {(OUTPUT, axis, index) for index, axis in self.cells.items()}
-        return frozenset(reads | {(OUTPUT, axis, names.indices[index]) for axis, index in written if index is not None})
-
-    @cached_property
-    def _known_buffers(self) -> frozenset[str]:
-        return frozenset((OUTPUT, *names_of(self.bound.statement).tensors.values()))
+    def _ends(self) -> dict[Index, Expr]:
+        """Where each loop ends."""
+        return {loop.index: loop.end for loop in loops_of(self.algorithm)}
 
     def whole_axis(self, access: Load | Store, axis: int) -> str | None:
         """The index that goes over a whole axis of a tensor, if there is one; parts of it may be tables' entries."""
-        subscript, buffer = access.subscripts[axis], access.buffer.name
+        subscript, extent = access.subscripts[axis], access.buffer.shape[axis]
         if not isinstance(subscript, Index):
             return None
-        whole = subscript is ROW or buffer not in self._known_buffers or (buffer, axis, subscript.name) in self._direct
-        return subscript.name if whole else None
+        return subscript.name if subscript is ROW or extent is self._ends[subscript] else None
 
 
 # What stands in a term.
@@ -292,13 +280,6 @@ def atoms(subscript: Expr) -> tuple[tuple[Index | Load, int], ...]:
         assert isinstance(atom, Index | Load)
         found[atom] = found.get(atom, 0) + coefficient
     return tuple((atom, coefficient) for atom, coefficient in found.items() if coefficient)
-
-
-def at_rows(stores: Iterable[Store], row_index: Load | None) -> tuple[Store, ...]:
-    """Terms with the entry of the index tensor of rows as the row that a program has."""
-    if row_index is None:
-        return tuple(stores)
-    return tuple(map(replacing({row_index: ROW}), stores))
 
 
 # The form of a statement.
@@ -362,14 +343,9 @@ def make_form(
         parallel = (ROW_LOOP, *parallel)
         own_sizes[ROW_LOOP] = output[axis]
 
-    @cache
-    def make() -> tuple[Kernel, tuple[tuple[Store, ...], ...]]:
-        algorithm = _unroll(kernel, bound, unrolling())
-        return algorithm, (at_rows(stores_of(algorithm), row_index),)
-
     form = Form(
         bound,
-        make,
+        lambda: _unroll(kernel, bound, unrolling()),
         own_sizes,
         strategy,
         row_index,
@@ -431,7 +407,6 @@ def _atomic(form: Form) -> Form:
     """The same statement, every term added to memory."""
     return replace(
         form,
-        make=cache(lambda: (form.algorithm, (stores_of(form.algorithm),))),
         strategy="atomic",
         row_index=None,
         row_axis=-1,

@@ -23,11 +23,10 @@ from dataclasses import replace
 
 from insum_nn.compiler.ir.build import build
 from insum_nn.compiler.ir.canonical import names_of
-from insum_nn.compiler.ir.graph import stores_of
 from insum_nn.compiler.ir.nodes import Index, Load
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.syntax import Access
-from insum_nn.compiler.schedule.form import ENTRY, ROW_LOOP, Form, at_rows, input_of
+from insum_nn.compiler.schedule.form import ENTRY, ROW_LOOP, Form, input_of
 from insum_nn.compiler.schedule.output_strategy import in_order
 from insum_nn.compiler.schedule.product_cost import worth_grouping
 
@@ -73,7 +72,7 @@ def _grouped(form: Form, key: Access, stack: tuple[int, int], count: int) -> For
     row_index = Load(input_of(kernel, names.tensors[key.name]), tuple(map(Index, entries)))
     return replace(
         form,
-        make=lambda: (kernel, (at_rows(stores_of(kernel), row_index),)),
+        make=lambda: kernel,
         sizes={**form.sizes, ROW_LOOP: count},
         strategy=form.strategy if alone else "atomic",
         row_index=row_index,
