@@ -26,7 +26,7 @@ from insum_nn.compiler.runtime import fused_kernels
 from insum_nn.compiler.schedule import device as device_module
 from insum_nn.compiler.schedule import form as form_module
 from insum_nn.compiler.schedule import plan as plan_module
-from insum_nn.compiler.schedule.coverage import Coverage
+from insum_nn.compiler.schedule.coverage import coverage_of
 from insum_nn.compiler.schedule.device import H200, without_measuring
 from insum_nn.compiler.schedule.form import Form, FormError, make_form
 from insum_nn.compiler.schedule.plan import Plan, keep_plans
@@ -88,7 +88,7 @@ def planned(entry: Entry) -> list[object]:
     schedule, reason = without_measuring(form, H200)
     kernel = UnsizedKernel(form, schedule, strides_of(form, entry.tensors, entry.extents, False, None), precision)
     facts = [form.strategy, form.row_index, form.row_axis, form.entries, form.parallel, form.reduce, form.tables]
-    covered = Coverage(form)(*entry.extents)
+    covered = coverage_of(form)(*entry.extents)
     return [schedule, reason, kernel.source, kernel.host_code(), kernel.further, covered, form.product, *facts]
 
 

@@ -22,7 +22,7 @@ from insum_nn.compiler.kernels.source import Numbers, Strides, initial_steps, wr
 from insum_nn.compiler.lang.bind import Extents
 from insum_nn.compiler.lang.printed import function_of_lines
 from insum_nn.compiler.schedule.additional import memory_of
-from insum_nn.compiler.schedule.coverage import Coverage
+from insum_nn.compiler.schedule.coverage import coverage_of
 from insum_nn.compiler.schedule.form import Form
 from insum_nn.dtypes import dtype_of
 from insum_nn.locks import cached_property
@@ -83,7 +83,7 @@ class UnsizedKernel:
         self.numbers = Numbers(form.bound, source.arguments, source.grid, source.sizes)
         self.dtype = form.bound.out_dtype
         self.further = memory_of(form, source.schedule)
-        self.fills = Coverage(form)
+        self.fills = coverage_of(form)
         self._ranges = [argument.kind for argument in source.arguments if argument.kind in _RANGES]
         # By what tells machine code apart: numbers of programs do not. Also those that add up divided rows.
         self._launches: dict[object, Launcher] = {}

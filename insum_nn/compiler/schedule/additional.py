@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from insum_nn.compiler.ir.build import OUTPUT, Names, build
 from insum_nn.compiler.ir.canonical import names_of
@@ -28,7 +29,7 @@ from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.syntax import Access, Statement
 from insum_nn.compiler.passes.fuse_outputs import fuse_outputs
-from insum_nn.compiler.schedule.coverage import Coverage
+from insum_nn.compiler.schedule.coverage import coverage_of
 from insum_nn.compiler.schedule.form import ROW_LOOP, AdditionalOutput, Form, FormError, input_of
 from insum_nn.compiler.schedule.placement import adds_rows, element_axes
 from insum_nn.compiler.schedule.plan import Plan
@@ -92,7 +93,7 @@ def fused_form(
 
     form = Form(
         bound,
-        lambda: _fused([form for form, _ in forms], outputs, additional, shared, names),
+        cache(lambda: _fused([form for form, _ in forms], outputs, additional, shared, names)),
         {**{names.indices[name]: extent for name, extent in sizes.items()}, ROW_LOOP: rows},
         "own",
         row_index,
@@ -155,7 +156,7 @@ def _additional(
         like = read_at(statements, (_row_tensor(form), entry))
     elif form.strategy != "direct" or statement.output.subscripts[0].plain != entry:
         raise FormError(f"{statement} has no row for each term")
-    elif not Coverage(form)(*extents):
+    elif not coverage_of(form)(*extents):
         raise FormError(f"{statement} leaves cells out")
     if any(s.plain is None and s.indirect is None for s in statement.output.subscripts):
         raise FormError(f"{statement} may write outside of its output")

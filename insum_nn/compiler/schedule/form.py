@@ -99,7 +99,7 @@ class Form:
 
     Attributes:
         bound: the statement.
-        make: makes its algorithm, when it is first asked for.
+        make: its algorithm, made once when it is first asked for.
         sizes: extents of a call, the number of rows that programs own, and entries of the longest of them if known;
             they steer choices.
         strategy: how terms reach the output.
@@ -138,7 +138,7 @@ class Form:
         renamed = dict(zip(self.bound.statement.tensors(), bound.statement.tensors(), strict=True))
         return replace(self, bound=bound, tables=frozenset(renamed[name] for name in self.tables))
 
-    @cached_property
+    @property
     def algorithm(self) -> Kernel:
         """Its kernel, whose loops are not placed; static tables are unrolled."""
         return self.make()
@@ -345,7 +345,7 @@ def make_form(
 
     form = Form(
         bound,
-        lambda: _unroll(kernel, bound, unrolling()),
+        cache(lambda: _unroll(kernel, bound, unrolling())),
         own_sizes,
         strategy,
         row_index,
