@@ -31,7 +31,7 @@ from insum_nn.compiler.ir.nodes import (
     conjuncts,
     walk,
 )
-from insum_nn.compiler.lang.combining import COMPARISONS, Combining, selecting
+from insum_nn.compiler.lang.combining import COMPARISONS, selecting
 from insum_nn.dtypes import dtype_of
 
 __all__ = ["TritonKernel", "print_kernel"]
@@ -106,12 +106,11 @@ class _Printer(Values):
         body = grids[-1].body if grids else self.kernel.body
         for number, loop in reversed([*enumerate(grids)]):
             name = loop.index.name
+            count = self.scalar(loop.end) if number else ""
+            text = f"program % {count}" if number else "program"
+            self.line(f"{name} = {text if self.integer == 'int32' else f'({text}).to(tl.int64)'}")
             if number:
-                count = self.scalar(loop.end)
-                self.line(f"{name} = {self.address_type(f'program % {count}')}")
                 self.line(f"program = program // {count}")
-            else:
-                self.line(f"{name} = {self.address_type('program')}")
             self.indices[name] = Value(name)
         self.block(body)
         every = (*self.kernel.inputs, *(result.buffer for result in self.kernel.results))
@@ -125,15 +124,12 @@ class _Printer(Values):
             grid = loop.end if grid is Const(1) else Op("mul", (grid, loop.end))
         return TritonKernel(text + "\n", buffers, tuple(self.sizes), grid)
 
-    def address_type(self, text: str) -> str:
-        return text if self.integer == "int32" else f"({text}).to(tl.int64)"
-
     # Statements.
 
     def block(self, statements: Sequence[Stmt]) -> None:
         for statement in statements:
             if isinstance(statement, Loop):
-                self.loop(statement)
+                (self.tile if statement.role == "tile" else self.serial)(statement)
             elif isinstance(statement, Alloc):
                 self.allocate(statement)
             elif isinstance(statement, If):
@@ -144,13 +140,6 @@ class _Printer(Values):
                     self.accumulate(statement)
                 else:
                     self.store(statement)
-
-    def loop(self, loop: Loop) -> None:
-        if loop.role == "tile":
-            self.tile(loop)
-        else:
-            assert loop.role == "serial"
-            self.serial(loop)
 
     def tile(self, loop: Loop) -> None:
         name = loop.index.name
@@ -348,30 +337,24 @@ class _Printer(Values):
             self.line(f"{name} = tl.maximum({name}, {self.spread(flags, axes)})")
             return
         value = self.value(store.value)
-        if (mode := selecting(store.combine)) is not None:
-            self.select(store, mode, value, mask, inner)
-            return
         if store.combine == "set":
             assert mask is None
             self.line(f"{name} = {self.whole(value, axes)}")
             return
-        assert store.combine == "add", f"no accumulator combines by {store.combine}"
         whole = tuple(sorted({*value.axes, *inner, *(mask.axes if mask else ())}, key=self.order))
-        text = self.whole(value, whole) if set(inner) - set(value.axes) else self.spread(value, whole)
+        mode = selecting(store.combine)
+        # Every lane has a term of its own, or one that lanes share.
+        text = self.whole(value, whole) if mode or set(inner) - set(value.axes) else self.spread(value, whole)
         if mask is not None:
-            text = f"tl.where({self.spread(mask, whole)}, {text}, 0.0)"
-        total = self.reduced(Value(text, whole), inner, "sum")
-        self.line(f"{name} += {self.spread(total, axes)}")
-
-    def select(self, store: Store, mode: Combining, value: Value, mask: Value | None, inner: Sequence[str]) -> None:
-        """Print an extremum; what is no number stays, as in torch's own, and lanes of no term change nothing."""
-        axes, name = self.totals[store.buffer], self.name_of(store.buffer)
-        whole = tuple(sorted({*value.axes, *inner, *(mask.axes if mask else ())}, key=self.order))
-        text = self.whole(value, whole)
-        if mask is not None:
-            text = f"tl.where({self.spread(mask, whole)}, {text}, float('{mode.identity}'))"
-        chosen, sign = f"{mode.name}_of", COMPARISONS[mode.name]
-        self.helpers[_CHOSEN.format(name=chosen, sign=sign)] = None
+            nothing = f"float('{mode.identity}')" if mode else "0.0"
+            text = f"tl.where({self.spread(mask, whole)}, {text}, {nothing})"
+        if mode is None:
+            total = self.reduced(Value(text, whole), inner, "sum")
+            self.line(f"{name} += {self.spread(total, axes)}")
+            return
+        # What is no number stays, as in torch's own, and lanes of no term change nothing.
+        chosen = f"{mode.name}_of"
+        self.helpers[_CHOSEN.format(name=chosen, sign=COMPARISONS[mode.name])] = None
         total = self.reduced(Value(text, whole), inner, f"reduce:{chosen}")
         self.line(f"{name} = {chosen}({name}, {self.spread(total, axes)})")
 
@@ -393,27 +376,20 @@ class _Printer(Values):
         if n in left.axes or m in right.axes:
             left, right = right, left
         first, second = self.whole(left, (m, along)), self.whole(right, (along, n))
-        how = f", input_precision='{dot.precision}'" if self.single(dot) else ""
+        single = any(isinstance(node, Load) and node.buffer.dtype == "float32" for node in walk(dot))
+        how = f", input_precision='{dot.precision}'" if single else ""
         return f"tl.dot({first}, {second}, {self.name_of(buffer)}{how})"
-
-    @staticmethod
-    def single(dot: Dot) -> bool:
-        return any(isinstance(node, Load) and node.buffer.dtype == "float32" for node in walk(dot))
 
     def store(self, store: Store, mask: Value | None = None) -> None:
         value = self.value(store.value)
-        where, offset, literal = self.address(store.buffer, store.subscripts)
-        masks = [
-            each for each in (self.mask([*conjuncts(store.where), *self.past_ends(store.subscripts)]), mask) if each
-        ]
+        offset, literal = self.address(store.buffer, store.subscripts)
+        own = self.mask([*conjuncts(store.where), *self.past_ends(store.subscripts)])
+        masks = [each for each in (own, mask) if each]
         axes = self.joined(offset, value, *masks)
-        guard = ""
+        guard = f", mask={self.full(masks[0], axes)}" if masks else ""
         if len(masks) == 2:
-            texts = " & ".join(self.spread(self.wrapped(each), axes) for each in masks)
-            guard = f", mask={texts}"
-        elif masks:
-            guard = f", mask={self.full(masks[0], axes)}"
-        pointer = self.pointer(where, offset, literal, axes)
+            guard = f", mask={' & '.join(self.spread(self.wrapped(each), axes) for each in masks)}"
+        pointer = self.pointer(store.buffer, offset, literal, axes)
         text = self.spread(value, axes)
         assert store.combine in ("set", "add"), f"no store combines by {store.combine}"
         if store.combine == "add":

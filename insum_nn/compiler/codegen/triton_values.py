@@ -156,21 +156,14 @@ class Values:
             args = [self.named(args[0].text, "v", args[0].axes, args[0].depth)]
         axes = self.joined(*args)
         texts = [self.spread(arg, axes) for arg in args]
-        if expr.name == "select" and self.of_dot(expr.args[1]):
-            texts[2] = self.unknown_zero()
+        if expr.name == "select" and any(isinstance(n, Load) and n.buffer in self.dots for n in walk(expr.args[1])):
+            # ptxas 12.8 (sm_90) takes a matrix product that begins with 0 and is selected against a literal 0 for 0,
+            # and drops it. The grid has one axis, so this is a 0 that no compiler knows.
+            texts[2] = "tl.program_id(2).to(tl.float32)"
         text = _TEXT[expr.name].format(*texts)
         depth = max(arg.depth for arg in args)
         plain = not axes and all(arg.text.isidentifier() or arg.text.isdigit() for arg in args)
         return Value(text, (), depth) if plain else self.named(text, "v", axes, depth)
-
-    def of_dot(self, expr: Expr) -> bool:
-        """Return whether a matrix unit computed the value."""
-        return any(isinstance(node, Load) and node.buffer in self.dots for node in walk(expr))
-
-    def unknown_zero(self) -> str:
-        # ptxas 12.8 (sm_90) takes a matrix product that begins with 0 and is selected against a literal 0 for 0, and
-        # drops it. The grid has one axis, so this is a 0 that no compiler knows.
-        return "tl.program_id(2).to(tl.float32)"
 
     def cast(self, expr: Cast) -> Value:
         inner = expr.value
@@ -181,13 +174,13 @@ class Values:
 
     def load(self, expr: Load, integer: str | None = None) -> Value:
         """Print a read; entries of index tensors in the type of addresses, or in the wider one that `integer` names."""
-        where, offset, literal = self.address(expr.buffer, expr.subscripts)
+        offset, literal = self.address(expr.buffer, expr.subscripts)
         # Along an axis of stride 0 nothing is read again.
         varying = [s for s, step in zip(expr.subscripts, _strides(expr.buffer), strict=True) if step is not Const(0)]
         mask = self.mask([*conjuncts(expr.where), *self.past_ends(varying)])
         axes = self.joined(offset, *([mask] if mask else []))
         depth = max(offset.depth, mask.depth if mask else 0)
-        pointer = self.pointer(where, offset, literal, axes)
+        pointer = self.pointer(expr.buffer, offset, literal, axes)
         integers = expr.buffer.dtype.startswith("int")
         guard = "" if mask is None else f", mask={self.full(mask, axes)}, other={expr.fill if integers else '0.0'}"
         text = f"tl.load({pointer}{guard})"
@@ -205,8 +198,8 @@ class Values:
 
     # Addresses.
 
-    def address(self, buffer: Buffer, subscripts: Sequence[Expr]) -> tuple[str, Value, int]:
-        """Return a buffer's pointer, the offset of a cell, and its constant part, which costs nothing in an address."""
+    def address(self, buffer: Buffer, subscripts: Sequence[Expr]) -> tuple[Value, int]:
+        """Return the offset of a cell, and its constant part, which costs nothing in an address."""
         self.accessed.add(buffer)
         literal = 0
         groups: dict[Axes, list[Value]] = {}
@@ -226,17 +219,17 @@ class Values:
             sums = [self.shared(v.text, "a", v.axes, v.depth) if "+" in v.text else v for v in sums]
         axes = self.joined(*sums)
         text = " + ".join(self.spread(v, axes) for v in sums) or "0"
-        return buffer.name, Value(text, axes, max((v.depth for v in sums), default=0)), literal
+        return Value(text, axes, max((v.depth for v in sums), default=0)), literal
 
-    def pointer(self, buffer: str, offset: Value, literal: int, axes: Axes) -> str:
+    def pointer(self, buffer: Buffer, offset: Value, literal: int, axes: Axes) -> str:
         """Print the address, over all axes of what is read or written there."""
         text = offset.text
         if offset.axes != axes:
             text = f"(tl.zeros({self.shape(axes)}, tl.{self.integer}) + {self.spread(offset, axes)})"
         if literal and offset.text != "0":
-            where = self.shared(f"{buffer} + {self.bracketed(text)}", "at", axes, offset.depth).text
+            where = self.shared(f"{buffer.name} + {self.bracketed(text)}", "at", axes, offset.depth).text
             return f"{where} + {literal}"
-        return f"{buffer} + {literal}" if not axes and offset.text == "0" else f"{buffer} + {self.bracketed(text)}"
+        return f"{buffer.name} + {literal if not axes and offset.text == '0' else self.bracketed(text)}"
 
     # Conditions.
 

@@ -23,7 +23,6 @@ def selected(cells: Sequence[Cell], space: Space, mode: Combine) -> Sums:
     """The extrema of cells, and for each a flag that says whether it has a term."""
     found = Sums()
     body: list[Stmt] = []
-    past_ends = [condition for index, condition in space.inside.items() if index in space.summed]
     for cell in cells:
         live = Buffer(f"{cell.total.name}_live", "int32", (), local=True)
         found.buffers += [cell.total, live]
@@ -32,7 +31,7 @@ def selected(cells: Sequence[Cell], space: Space, mode: Combine) -> Sums:
             value: Expr = Const(term.number, "float64")
             for factor in map(widened, term.factors):
                 value = factor if value is Const(1.0, "float64") else Op("mul", (value, factor))
-            where = conjunction([*term.conditions, *past_ends])
+            where = conjunction([*term.conditions, *space.past_ends])
             body += [Store(cell.total, (), value, mode, where), Store(live, (), Const(1), "max", where)]
         found.totals.append(select([Op("less", (Const(0), Load(live, ())))], Load(cell.total, ())))
     found.body = tuple(body)

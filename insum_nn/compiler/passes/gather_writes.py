@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from insum_nn.compiler.ir.access import coefficient, indices_in
-from insum_nn.compiler.ir.graph import loops_of, stores_of
+from insum_nn.compiler.ir.graph import around, loops_of, stores_of
 from insum_nn.compiler.ir.nodes import (
     Const,
     Expr,
@@ -36,10 +36,8 @@ __all__ = ["cells_of", "gather_writes", "nested"]
 def nested(loops: list[Loop], stores: tuple[Store, ...], outermost: frozenset[Index] = frozenset()) -> tuple[Stmt, ...]:
     """Stores inside of loops, those that address the output outside of the others."""
     written = outermost | indices_in(*(subscript for store in stores for subscript in store.subscripts))
-    body: tuple[Stmt, ...] = stores
-    for loop in reversed(sorted(loops, key=lambda each: each.index not in written)):
-        body = (Loop(loop.index, loop.begin, loop.end, "free" if loop.index in written else "sum", body),)
-    return body
+    ordered = sorted(loops, key=lambda each: each.index not in written)
+    return around([Loop(e.index, e.begin, e.end, "free" if e.index in written else "sum", ()) for e in ordered], stores)
 
 
 def gather_writes(kernel: Kernel) -> Kernel:

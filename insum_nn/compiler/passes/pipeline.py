@@ -26,8 +26,8 @@ from insum_nn.compiler.passes.cpu.transpose_operands import transpose_operands
 from insum_nn.compiler.passes.cpu.written_cells import written_cells
 from insum_nn.compiler.passes.gather_writes import gather_writes
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
-from insum_nn.compiler.passes.tile import Tiling, tile
-from insum_nn.compiler.passes.tile_outputs import tile_outputs
+from insum_nn.compiler.passes.tile import Tiler, Tiling
+from insum_nn.compiler.passes.tile_outputs import OutputsTiler
 from insum_nn.compiler.passes.unroll_static_tables import unroll_static_tables
 from insum_nn.facts import StaticTable
 
@@ -133,6 +133,6 @@ def place(kernel: Kernel, own: OwnRows | None, schedule: Schedule, tiling: Tilin
     """
     walk = RowWalk(_verified(kernel), 0) if own is None else own(_verified(kernel))
     _verified(walk.kernel)
-    placed = tile_outputs(walk, schedule, tiling) if several else tile(walk, schedule, tiling)
+    placed = (OutputsTiler if several else Tiler)(walk, schedule, tiling).kernel()
     verify_kernel(placed, placed=True)
     return placed

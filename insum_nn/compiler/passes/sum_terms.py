@@ -69,6 +69,11 @@ class Space:
     exact: bool
     dtype: str
 
+    @property
+    def past_ends(self) -> list[Expr]:
+        """The conditions under which no loop over what is summed has run past its end."""
+        return [condition for index, condition in self.inside.items() if index in self.summed]
+
     def axes(self, *exprs: Expr) -> frozenset[int]:
         """The tile axes that any of these vary with."""
         return frozenset(self.axis_of[i] for e in exprs for i in indices_in(e) if i in self.axis_of)
@@ -129,8 +134,8 @@ def without(term: Term, address: Sequence[Expr]) -> Term:
 def cell_sum(terms: Sequence[Term], space: Space) -> tuple[Expr, Expr | None, list[Expr]]:
     """What a cell's terms add, where it is added, and the conditions by which the sum is selected."""
     # Terms have most factors in common.
-    past, guarded = _past_ends(space), cache(space.guards)
-    needed = [loose(term.factors, [*term.conditions, *past], guarded) for term in terms]
+    guarded = cache(space.guards)
+    needed = [loose(term.factors, [*term.conditions, *space.past_ends], guarded) for term in terms]
     shared = [c for c in needed[0] if all(c in each for each in needed)]
     settled = [c for c in shared if space.of_cell(c)]
     where = [c for c in shared if c not in settled]
@@ -140,10 +145,6 @@ def cell_sum(terms: Sequence[Term], space: Space) -> tuple[Expr, Expr | None, li
         factors[0], where = _by_factor(factors[0], where, space)
     every = [(t.number, f, own) for t, f, own in zip(terms, factors, rest, strict=True)]
     return _total(every, space), conjunction(where), settled
-
-
-def _past_ends(space: Space) -> list[Expr]:
-    return [condition for index, condition in space.inside.items() if index in space.summed]
 
 
 def _by_factor(

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from insum_nn.compiler.ir.access import indices_in
+from insum_nn.compiler.ir.build import INITIAL
 from insum_nn.compiler.ir.graph import ENTRY, loops_of, statements_in, stores_of
 from insum_nn.compiler.ir.nodes import (
     Alloc,
@@ -56,7 +57,7 @@ from insum_nn.compiler.passes.terms import term_of
 from insum_nn.compiler.passes.unify_variants import switch
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["WORD_BITS", "K", "Lanes", "M", "N", "Tiler", "Tiling", "parts_of", "tile"]
+__all__ = ["WORD_BITS", "K", "Lanes", "M", "N", "Tiler", "Tiling", "parts_of"]
 
 SPLIT, PART = Index("split"), Index("part")
 # Steps to a word of 32 bits whose sign is not used.
@@ -115,10 +116,11 @@ class Tiling:
     precision: Precision = "ieee"
     few: frozenset[str] = frozenset()
 
-
-def tile(walk_: RowWalk, schedule: Schedule, tiling: Tiling) -> Kernel:
-    """Place every loop of a kernel; one program stores a cell, unless sums meet in memory or are split."""
-    return Tiler(walk_, schedule, tiling).kernel()
+    @property
+    def axes(self) -> dict[int, Lanes]:
+        """The lanes of each axis of the tile."""
+        every = {M: self.m, K: self.k, N: self.n}
+        return {number: lanes for number, lanes in every.items() if lanes is not None}
 
 
 def parts_of(kernel: Kernel) -> int:
@@ -141,9 +143,8 @@ class Tiler:
         self.axes: dict[int, Loop] = {}
         self.renamed: dict[Node, Node] = {}
         self.lane_conditions: dict[Index, Expr] = {}
-        for number, lanes in ((M, self.tiling.m), (K, self.tiling.k), (N, self.tiling.n)):
-            if lanes is not None:
-                self.axes[number] = self.tile_loop(number, lanes)
+        for number, lanes in self.tiling.axes.items():
+            self.axes[number] = self.tile_loop(number, lanes)
         for name in self.tiling.loops:
             loop = self.loops[name]
             if not indices_in(loop.end).isdisjoint(each.index for each in self.axes.values()):
@@ -201,6 +202,7 @@ class Tiler:
         return number != K or self.schedule.splits == 1 or bool(self.tiling.loops)
 
     def kernel(self) -> Kernel:
+        """The kernel; one program stores a cell, unless sums meet in memory or are split."""
         cells: dict[tuple[Expr, ...], list[Store]] = {}
         for store in self.stores:
             cells.setdefault(store.subscripts, []).append(store)
@@ -243,17 +245,16 @@ class Tiler:
             sums = summed(cells, space, self.tiling.product, self.tiling.precision)
         else:
             sums = selected(cells, space, mode.name)
-        pairs = zip(groups, sums.totals, strict=True)
-        stores = [each for group, total in pairs for each in self.stored(group[0], total)]
+        before, body, after = tuple(map(Alloc, sums.buffers)), sums.body, ()
         if mode is not None:
             allocs = [Alloc(b, 0 if b.dtype == "int32" else mode.identity) for b in sums.buffers]
             started = [each for group, cell in zip(groups, cells, strict=True) for each in self.started(group[0], cell)]
-            return self.with_tiles((*allocs, *started, *self.summing(sums.body), *stores))
-        if self.adds_lanes_last(len(cells)):
+            before = (*allocs, *started)
+        elif self.adds_lanes_last(len(cells)):
             before, body, after = lane_sums(sums, self.axes[K], self.tile_lanes(K))
-            return self.with_tiles((*before, *self.summing(body), *after, *stores))
-        allocs = [Alloc(buffer) for buffer in sums.buffers]
-        return self.with_tiles((*allocs, *self.summing(sums.body), *stores))
+        pairs = zip(groups, sums.totals, strict=True)
+        stores = [each for group, total in pairs for each in self.stored(group[0], total)]
+        return self.with_tiles((*before, *self.summing(body), *after, *stores))
 
     def adds_lanes_last(self, cells: int) -> bool:
         """Whether each lane along a sum keeps its own until the end.
@@ -271,8 +272,7 @@ class Tiler:
         return static and cells * own * self.tile_lanes(K) <= MOST * threads
 
     def tile_lanes(self, axis: int) -> int:
-        lanes = (self.tiling.m, self.tiling.k, self.tiling.n)[axis]
-        return 1 if lanes is None else lanes.lanes
+        return self.tiling.axes[axis].lanes if axis in self.axes else 1
 
     def with_tiles(self, inner: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         for number in (N, M):
@@ -299,8 +299,8 @@ class Tiler:
         if self.schedule.splits > 1:
             found.append((SPLIT, Const(self.schedule.splits)))
         found += [(Index(name), self.loops[name].end) for name in self.tiling.grid]
-        for number, lanes in ((M, self.tiling.m), (N, self.tiling.n)):
-            if lanes is not None and not self.single(number, lanes):
+        for number, lanes in self.tiling.axes.items():
+            if number != K and not self.single(number, lanes):
                 first = self.loops[lanes.first]
                 count: Expr = Op("cdiv", (first.end, Const(lanes.block)))
                 if isinstance(first.end, Const):
@@ -369,13 +369,12 @@ class Tiler:
 
     def space(self) -> Space:
         """What a sum has to know of the loops around it."""
-        lanes = {M: self.tiling.m, K: self.tiling.k, N: self.tiling.n}
         summed_loops = {Index(name) for name in self.tiling.loops}
         if K in self.axes:
             summed_loops |= {self.axes[K].index, Index(f"{self.axes[K].index.name}_step")}
         return Space(
             {loop.index: number for number, loop in self.axes.items()},
-            {number: each.lanes for number, each in lanes.items() if each is not None},
+            {number: each.lanes for number, each in self.tiling.axes.items()},
             self.lane_conditions,
             frozenset(summed_loops),
             self.source.kernel.exact,
@@ -411,14 +410,18 @@ class Tiler:
 
     def started(self, store: Store, cell: Cell) -> list[Stmt]:
         """The statements that make the initial value a term of an extremum."""
-        result = self.source.kernel.results[0]
-        if result.initial != "tensor":
-            return []
-        initial = next(b for b in self.source.kernel.inputs if b.name == f"{result.buffer.name}_initial")
         where = conjunction(self.address_of(store))
         live = Buffer(f"{cell.total.name}_live", "int32", (), local=True)
-        value = Cast(Load(initial, store.subscripts, where), self.wide)
-        return [Store(cell.total, (), value, store.combine, where), Store(live, (), Const(1), "max", where)]
+        return [
+            each
+            for value in self.initial(store, where)
+            for each in (Store(cell.total, (), value, store.combine, where), Store(live, (), Const(1), "max", where))
+        ]
+
+    def initial(self, store: Store, where: Expr | None) -> list[Expr]:
+        """The initial value of a cell, if there is one."""
+        found = [b for b in self.source.kernel.inputs if b.name == INITIAL]
+        return [Cast(Load(buffer, store.subscripts, where), self.wide) for buffer in found]
 
     def stored(self, store: Store, total: Expr) -> list[Stmt]:
         """The statements that write a cell."""
@@ -430,10 +433,9 @@ class Tiler:
         target = None if self.source.target is None else subscripts[axis]
         if self.tiling.combine == "add":
             return [Store(result.buffer, subscripts, value, "add", where)]
-        if result.initial == "tensor" and store.combine == "add":
-            initial = next(b for b in self.source.kernel.inputs if b.name == f"{result.buffer.name}_initial")
-            whole_rows = None if target is None else Op("at_least", (target, Const(0)))
-            value = Op("add", (value, Cast(Load(initial, subscripts, conjunction([where, whole_rows])), self.wide)))
+        whole_rows = None if target is None else Op("at_least", (target, Const(0)))
+        for initial in self.initial(store, conjunction([where, whole_rows])) if store.combine == "add" else ():
+            value = Op("add", (value, initial))
         if result.activation is not None:
             value = Op(result.activation, (value,))
         whole = Store(result.buffer, subscripts, value, "set", where)

@@ -39,24 +39,11 @@ from insum_nn.compiler.ir.nodes import (
     conjunction,
     conjuncts,
 )
-from insum_nn.compiler.ir.schedule import Schedule
-from insum_nn.compiler.passes.own_rows import RowWalk
 from insum_nn.compiler.passes.sum_terms import Space, cell_sum, without
 from insum_nn.compiler.passes.terms import Term, select, term_of
-from insum_nn.compiler.passes.tile import M, N, Tiler, Tiling
+from insum_nn.compiler.passes.tile import M, N, Tiler
 
-__all__ = ["tile_outputs"]
-
-
-def tile_outputs(walk: RowWalk, schedule: Schedule, tiling: Tiling) -> Kernel:
-    """Place every loop of a kernel with several outputs.
-
-    Args:
-        walk: the kernel, whose first output may have the rows that programs own.
-        schedule: the schedule.
-        tiling: where its loops go; the columns of a tile are one loop, and nothing is multiplied by the matrix unit.
-    """
-    return _OutputsTiler(walk, schedule, tiling).outputs()
+__all__ = ["OutputsTiler"]
 
 
 @dataclass
@@ -69,9 +56,13 @@ class _Cell:
     settled: list[Expr] = field(default_factory=list[Expr])
 
 
-class _OutputsTiler(Tiler):
-    def outputs(self) -> Kernel:
-        """The kernel."""
+class OutputsTiler(Tiler):
+    """Places the loops of a kernel whose first output may have the rows that programs own.
+
+    The columns of a tile are one loop, and nothing is multiplied by the matrix unit.
+    """
+
+    def kernel(self) -> Kernel:
         self.cells: dict[tuple[Buffer, tuple[Expr, ...]], _Cell] = {}
         for store in self.stores:
             new = _Cell(store, self.local(store, len(self.cells)))
