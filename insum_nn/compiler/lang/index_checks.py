@@ -189,7 +189,8 @@ def _outside(
             continue
         beyond = bounded and (low < (-1 if plain else 0) or high >= extent)
         if below or beyond:
-            yield from _exact(statement, access, axis, subscript, extent, named, sizes, promised, bounded)
+            points = _Evaluator(named, sizes)
+            yield from _exact(statement, access, axis, extent if bounded else None, points, promised)
 
 
 @lru_cache(maxsize=1024)
@@ -211,24 +212,20 @@ def _exact(
     statement: Statement,
     access: Access,
     axis: int,
-    subscript: Subscript,
-    extent: int,
-    named: Mapping[str, Tensor],
-    sizes: Mapping[str, int],
+    extent: int | None,
+    points: _Evaluator,
     promised: Mapping[str, IndexFacts],
-    bounded: bool,
 ) -> Iterator[InsumError]:
-    """Evaluate the subscript at every point: some entries of its index tensors may never be read."""
-    evaluator = _Evaluator(named, sizes)
-    values, valid, labels = evaluator.subscript(subscript)
-    for inner, entries, reached, own in evaluator.read:
+    """Evaluate a subscript at every point: some entries of its index tensors may never be read."""
+    subscript = access.subscripts[axis]
+    values, valid, labels = points.subscript(subscript)
+    for inner, entries, reached, own in points.read:
         lowest = lowest_entry(promised[inner.name])
         bad = reached & (entries < lowest)
         if bool(bad.any()):
             yield _below(statement, inner, entries, bad, own, lowest)
             return
-    bad = valid & ((values < 0) | (values >= extent))
-    if not bounded or not bool(bad.any()):
+    if extent is None or not bool((bad := valid & ((values < 0) | (values >= extent))).any()):
         return
     shown = values[valid]
     count, total = int(bad.sum()), int(valid.sum())

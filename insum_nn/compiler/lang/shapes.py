@@ -326,27 +326,41 @@ def check_extents(statement: Statement, tensors: Sequence[Tensor], extents: Exte
         InsumRangeError: a constant subscript or an affine write is out of bounds.
         InsumOverflowError: an index tensor's dtype, or int64 arithmetic, cannot address an axis.
     """
-    if limits_of(statement).hold(tensors, extents, drop_outside=drop_outside):
-        return
+    if not limits_of(statement).hold(tensors, extents, drop_outside=drop_outside):
+        raise_collected(_size_faults(statement, tensors, extents, drop_outside=drop_outside))
+
+
+def _size_faults(
+    statement: Statement, tensors: Sequence[Tensor], extents: Extents, *, drop_outside: bool
+) -> Iterator[InsumError]:
     layout = layout_of(statement)
-    shapes: dict[str, Sequence[int]] = {name: t.shape for name, t in zip(layout.tensors, tensors, strict=True)}
-    dtypes = {name: t.dtype for name, t in zip(layout.tensors, tensors, strict=True)}
-    shapes[statement.output.name] = extents.output
+    named = dict(zip(layout.tensors, tensors, strict=True))
     sizes = dict(zip(layout.indices, extents.indices, strict=True))
-    faults: list[InsumError] = []
-    empty = any(size == 0 for size in extents.indices)
     for access in statement.accesses():
+        is_output = access is statement.output
         for axis, subscript in enumerate(access.subscripts):
             if subscript.plain is not None:
                 continue
-            extent = shapes[access.name][axis]
-            faults += _check_int32(statement, access, axis, extent, subscript, dtypes)
-            faults += _check_int64(statement, subscript, sizes)
+            extent, inner = extents.output[axis] if is_output else named[access.name].shape[axis], subscript.indirect
+            if inner is not None and named[inner.name].dtype == torch.int32 and extent > INT32_AXIS:
+                yield InsumOverflowError(
+                    f"index tensor '{inner.name}' is int32, which cannot address axis {axis} of '{access.name}'",
+                    expression=statement.text,
+                    spans=[inner.span],
+                    details=[f"expected an extent of at most {INT32_AXIS}; got {extent}"],
+                    fix=f"pass {inner.name}.long().",
+                    tensor=inner.name,
+                    got=extent,
+                )
+            # Entries are below 2**31 or 2**63; any coefficient that keeps an int32 entry inside int64 is accepted.
+            entries = {each.name: (-INT32_AXIS, INT32_AXIS) for each in subscript.index_accesses()}
+            low, high = interval(subscript, sizes, entries)
+            if low < -INT64_MAX or high > INT64_MAX:
+                yield overflow(statement, subscript, low, high, "", "coefficients or extents")
             # A constant out of bounds is an error even where nothing is iterated.
-            written = access is statement.output and not drop_outside and not empty
-            if not subscript.terms or (written and not any(True for _ in subscript.index_accesses())):
-                faults += _check_affine(statement, access, axis, extent, subscript, sizes)
-    raise_collected(faults)
+            written = is_output and not drop_outside and not entries and 0 not in extents.indices
+            if (written or not subscript.terms) and not (0 <= low and high < extent):
+                yield _outside(statement, access, axis, extent, sizes, low, high)
 
 
 def interval(
@@ -360,28 +374,6 @@ def interval(
         ends = term.coefficient * first, term.coefficient * last
         low, high = low + min(ends), high + max(ends)
     return low, high
-
-
-def _check_int32(
-    statement: Statement,
-    access: Access,
-    axis: int,
-    extent: int,
-    subscript: Subscript,
-    dtypes: Mapping[str, torch.dtype],
-) -> Iterator[InsumError]:
-    inner = subscript.indirect
-    if inner is None or dtypes[inner.name] != torch.int32 or extent <= INT32_AXIS:
-        return
-    yield InsumOverflowError(
-        f"index tensor '{inner.name}' is int32, which cannot address axis {axis} of '{access.name}'",
-        expression=statement.text,
-        spans=[inner.span],
-        details=[f"expected an extent of at most {INT32_AXIS}; got {extent}"],
-        fix=f"pass {inner.name}.long().",
-        tensor=inner.name,
-        got=extent,
-    )
 
 
 def overflow(
@@ -398,22 +390,11 @@ def overflow(
     )
 
 
-def _check_int64(statement: Statement, subscript: Subscript, sizes: Mapping[str, int]) -> Iterator[InsumError]:
-    # Entries are below 2**31 or 2**63; any coefficient that keeps an int32 entry inside int64 is accepted.
-    entries = {access.name: (-INT32_AXIS, INT32_AXIS) for access in subscript.index_accesses()}
-    low, high = interval(subscript, sizes, entries)
-    if -INT64_MAX <= low and high <= INT64_MAX:
-        return
-    yield overflow(statement, subscript, low, high, "", "coefficients or extents")
-
-
-def _check_affine(
-    statement: Statement, access: Access, axis: int, extent: int, subscript: Subscript, sizes: Mapping[str, int]
-) -> Iterator[InsumError]:
-    """Check a constant subscript, or one of indices that is written."""
-    low, high = interval(subscript, sizes)
-    if 0 <= low and high < extent:
-        return
+def _outside(
+    statement: Statement, access: Access, axis: int, extent: int, sizes: Mapping[str, int], low: int, high: int
+) -> InsumRangeError:
+    """Return the error of a constant subscript, or of one of indices that is written."""
+    subscript = access.subscripts[axis]
     constant = not subscript.terms
     reach = ", ".join(f"{name} = {sizes[name]}" for name in dict.fromkeys(i.name for i in subscript.indices()))
     fix = f"give '{access.name}' at least {high + 1} entries along axis {axis}"
@@ -425,7 +406,7 @@ def _check_affine(
         fix += ", or correct the constant."
     if not constant:
         fix += ", or pass drop_outside=True if it is a derivative, whose writes outside are dropped."
-    yield InsumRangeError(
+    return InsumRangeError(
         f"'{subscript}' {'writes' if access is statement.output else 'reads'} outside axis {axis} of '{access.name}'",
         expression=statement.text,
         spans=[subscript.span],
