@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from insum_nn.compiler.lang.bind import Extents, layout_of
+from insum_nn.compiler.lang.bind import Extents, layout_of, show_shape
 from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.shapes import interval
 from insum_nn.compiler.lang.syntax import Access, Statement
@@ -48,47 +48,33 @@ def extent_sources(
         out_shape: the call's `out_shape=`, likewise.
     """
     layout = layout_of(statement)
+
+    def of_axis(axis: int) -> tuple[str, str]:
+        """Where an axis of the output gets its extent that nothing else shows, and the code for it."""
+        if has_initial:
+            return f"the initial value, axis {axis}", f"{statement.output.name}.shape[{axis}]"
+        source = f"out_shape= entry {axis}"
+        return source if extents is not None else f"{source}, or an initial value", f"out_shape[{axis}]"
+
+    def of_index(name: str) -> tuple[str, str]:
+        """The same of an index that no tensor shows."""
+        if name not in layout.output_plain or name in (sizes or ()):
+            return "sizes=", f'sizes["{name}"]'
+        axis = layout.output_plain.index(name)
+        source, code = of_axis(axis)
+        shown = has_initial or (out_shape is not None and out_shape[axis] is not None)
+        return (source, code) if shown else (f"sizes= or {source}", f'sizes["{name}"]')
+
     for position, (name, plain) in enumerate(zip(layout.indices, layout.plain, strict=True)):
         extent = extents.indices[position] if extents is not None else None
-        if plain:
-            source = ", ".join(f"{layout.tensors[where]} axis {axis}" for where, axis in plain)
-            where, axis = plain[0]
-            code = f"{layout.tensors[where]}.shape[{axis}]"
-        else:
-            source, code = _from_call(statement, name, extents is not None, has_initial, sizes, out_shape)
+        axes = [(layout.tensors[where], axis) for where, axis in plain]
+        source = ", ".join(f"{tensor} axis {axis}" for tensor, axis in axes)
+        source, code = (source, "{}.shape[{}]".format(*axes[0])) if axes else of_index(name)
         yield ExtentSource(name, extent, source, code)
     for axis, name in enumerate(layout.output_plain):
         if name is None:
             extent = extents.output[axis] if extents is not None else None
-            source, code = _output(statement, axis, extents is not None, has_initial)
-            yield ExtentSource(f"{statement.output.name} axis {axis}", extent, source, code)
-
-
-def _from_call(
-    statement: Statement,
-    name: str,
-    called: bool,
-    has_initial: bool,
-    sizes: Mapping[str, int] | None,
-    out_shape: Sequence[int | None] | None,
-) -> tuple[str, str]:
-    """Return where the extent of an index comes from that no tensor shows, and the code for it."""
-    by_name = ("sizes=", f'sizes["{name}"]')
-    written = layout_of(statement).output_plain
-    if name not in written or name in (sizes or ()):
-        return by_name
-    axis = written.index(name)
-    source, code = _output(statement, axis, called, has_initial)
-    shown = has_initial or (out_shape is not None and out_shape[axis] is not None)
-    return (source, code) if shown else (f"sizes= or {source}", by_name[1])
-
-
-def _output(statement: Statement, axis: int, called: bool, has_initial: bool) -> tuple[str, str]:
-    name = statement.output.name
-    if has_initial:
-        return f"the initial value, axis {axis}", f"{name}.shape[{axis}]"
-    source = f"out_shape= entry {axis}"
-    return source if called else f"{source}, or an initial value", f"out_shape[{axis}]"
+            yield ExtentSource(f"{statement.output.name} axis {axis}", extent, *of_axis(axis))
 
 
 def nest_lines(
@@ -110,54 +96,27 @@ def nest_lines(
         epilogue: what follows the sum.
         has_initial: the call has an initial value.
     """
-    *loops, body = _loop_lines(statement, rows)
-    inside = body[: len(body) - len(body.lstrip())]
-    first = _initial_line(statement, shape, rows, has_initial)
-    last = [_epilogue_line(statement, epilogue)] if epilogue else []
-    return [first, *loops, *(f"{inside}# {note}" for note in notes), body, *last]
-
-
-def _roles(statement: Statement) -> dict[str, str]:
-    """Return what each index does, outermost first."""
-    written = {index.name for index in statement.output.indices()}
-    summed = "summed" if statement.combining.adds else "reduced"
-    return {name: "parallel: written" if name in written else f"sequential: {summed}" for name in statement.indices()}
-
-
-def _initial_line(
-    statement: Statement, shape: Sequence[int] | None, rows: Sequence[ExtentSource], has_initial: bool
-) -> str:
-    """Return the line before the loops: the output's initial value."""
-    name = statement.output.name
+    name, indices, mode = statement.output.name, statement.indices(), statement.combining
+    codes = {row.name: row.code for row in rows}
+    plain = layout_of(statement).output_plain
+    size = show_shape(
+        [codes[index or f"{name} axis {axis}"] for axis, index in enumerate(plain)] if shape is None else shape
+    )
+    first = f"{name} = zeros({size})"
     if has_initial:
-        return f"{name} = copy({name})  # the initial value"
-    if shape is None:
-        codes = {row.name: row.code for row in rows}
-        plain = layout_of(statement).output_plain
-        parts = [codes[index or f"{name} axis {axis}"] for axis, index in enumerate(plain)]
-    else:
-        parts = [str(extent) for extent in shape]
-    size = f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-    if statement.combining.adds:
-        return f"{name} = zeros({size})"
-    return f"{name} = full({size}, {statement.combining.identity})  # a cell without a term becomes 0"
-
-
-def _epilogue_line(statement: Statement, epilogue: Epilogue) -> str:
-    """Return the line after the loops: the epilogue of the sum."""
-    name = statement.output.name
-    done = name if epilogue.activation is None else f"{epilogue.activation}({name})"
-    return f"{name} = {done}" + (f".to({epilogue.dtype})" if epilogue.dtype else "")
-
-
-def _loop_lines(statement: Statement, rows: Sequence[ExtentSource]) -> list[str]:
-    """Return one line per loop, written indices outside, then the statement; `rows` has the extents of the indices."""
-    ranges = {row.name: f"range({row.code if row.extent is None else row.extent})" for row in rows}
-    roles = _roles(statement)
-    loops = [f"{'    ' * depth}for {name} in {ranges[name]}:" for depth, name in enumerate(roles)]
-    longest = max(map(len, loops), default=0)
-    lines = [f"{line:<{longest}}  # {role}" for line, role in zip(loops, roles.values(), strict=True)]
-    return [*lines, f"{'    ' * len(loops)}{statement}"]
+        first = f"{name} = copy({name})  # the initial value"
+    elif not mode.adds:
+        first = f"{name} = full({size}, {mode.identity})  # a cell without a term becomes 0"
+    ranges = {row.name: row.code if row.extent is None else row.extent for row in rows}
+    loops = [f"{'    ' * depth}for {index} in range({ranges[index]}):" for depth, index in enumerate(indices)]
+    longest, written = max(map(len, loops), default=0), {index.name for index in statement.output.indices()}
+    roles = {True: "parallel: written", False: f"sequential: {'summed' if mode.adds else 'reduced'}"}
+    loops = [f"{line:<{longest}}  # {roles[index in written]}" for line, index in zip(loops, indices, strict=True)]
+    body = [f"{'    ' * len(loops)}{line}" for line in (*(f"# {note}" for note in notes), statement)]
+    if epilogue:
+        done = name if epilogue.activation is None else f"{epilogue.activation}({name})"
+        body.append(f"{name} = {done}" + (f".to({epilogue.dtype})" if epilogue.dtype else ""))
+    return [first, *loops, *body]
 
 
 def loop_notes(

@@ -163,7 +163,7 @@ def show_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def show_shape(shape: Sequence[int]) -> str:
+def show_shape(shape: Sequence[object]) -> str:
     """Return `(3, 4)` or `(3,)`."""
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
