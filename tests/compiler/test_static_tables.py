@@ -233,7 +233,7 @@ STEPS = torch.arange(3)
             "O[z,p] += CG[p] * X[z,I[p,u,v]]",
             {"I": ((1 + STEPS[:, None]) * (1 + STEPS[:2])).expand(2, 3, 2)},
             None,
-            4,
+            6,
             "direct",
         ),
         # A single value, in the output too; part of a sum; under another table.

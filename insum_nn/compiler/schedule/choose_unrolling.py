@@ -23,7 +23,7 @@ __all__ = ["Unrolling", "choose_unrolling"]
 # Most terms that are unrolled; past it, static tensors are read like any other.
 _TERM_LIMIT = 6000
 # Most cells of the output that are listed to see whether terms share them.
-_CELL_LIMIT = 1 << 20
+_CELL_LIMIT = 1 << 21
 
 Place = Mapping[str, int]
 _Places = Mapping[str, Any]
@@ -67,23 +67,17 @@ class Unrolling:
         if len(set(left)) != len(left):
             return False
         each = math.prod(self.extents[i] for i in left)
-        terms = {name: np.array([[place[name]] for place in self.places]) for name in self.names}
-        # At the first value of every step, and at the second one of each.
-        near = {i: np.array([0, *(min(1, self.extents[i] - 1) * (i == other) for other in left)]) for i in left}
-        corners = self._cells(access, axes, {**terms, **near})
-        _, first = np.unique(corners.reshape(len(self.places), -1), axis=0, return_index=True)
-        if len(first) * each > _CELL_LIMIT:
+        if len(self.places) * each > _CELL_LIMIT:
             return False
+        terms = {name: np.array([[place[name]] for place in self.places]) for name in self.names}
         values = np.indices([self.extents[i] for i in left]).reshape(len(left), -1)
-        different = {name: column[first] for name, column in terms.items()}
-        cells = self._cells(access, axes, {**different, **dict(zip(left, values, strict=True))})
-        return len(np.unique(cells.reshape(-1, len(axes)), axis=0)) == len(first) * each
-
-    def _cells(self, access: Access, axes: Sequence[int], places: _Places) -> _Array:
-        """The numbers of cells along some axes; -1 where an entry is missing."""
+        places: _Places = {**terms, **dict(zip(left, values, strict=True))}
         found = [_positions(access.subscripts[axis], places, self.tables) for axis in axes]
+        # Of each term the cells, at all values of the steps; -1 where an entry is missing.
         columns = np.broadcast_arrays(*(np.where(there, position, -1) for position, there in found), *places.values())
-        return np.stack(columns[: len(axes)], -1)
+        cells = np.stack(columns[: len(axes)], -1).reshape(len(self.places), -1)
+        different = np.unique(cells, axis=0)
+        return len(np.unique(different.reshape(-1, len(axes)), axis=0)) == len(different) * each
 
 
 def choose_unrolling(bound: Bound, tables: Mapping[str, StaticTable], most: int | None = None) -> Unrolling:
@@ -145,55 +139,26 @@ def _usable(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, Static
 
 def _steps(bound: Bound, tables: Mapping[str, StaticTable], fixed: Mapping[str, int]) -> frozenset[str]:
     """The indices in which all tables are affine, together."""
-    statement = bound.statement
-    factors = {i.name for f in statement.reads if f.name in tables for i in f.indices()}
-    outer: list[Access] = []
-    for access in statement.accesses():
-        if access.name not in tables:
-            for subscript in access.subscripts:
-                outer += [t.atom for t in subscript.terms if not isinstance(t.atom, Index) and t.atom.name in tables]
-    values = [(names, _values(a, names, tables, fixed)) for a in outer if (names := _names(a))]
-    left = {i for names, _ in values for i in names} - factors
-    while left:
-        wrong = next((bad for names, array in values if (bad := _bends(array, names, left))), None)
-        if wrong is None:
-            break
-        left -= wrong
-    return frozenset(left)
+    statement, found = bound.statement, set[str]()
+    unrolled = {i.name for f in statement.reads if f.name in tables for i in f.indices()}
+    atoms = [t.atom for a in statement.accesses() if a.name not in tables for s in a.subscripts for t in s.terms]
+    for access in atoms:
+        if isinstance(access, Index) or access.name not in tables:
+            continue
+        names = _names(access)
+        found |= {*names}
+        entries = _values(access, names, tables, fixed)
+        # Indices behind which others are left have to step alike at all values of these.
+        for axis in reversed(range(len(names))):
+            steps = None if entries is None else np.diff(entries, axis=axis)
+            left = [other for other in range(axis, len(names)) if names[other] not in unrolled]
+            if steps is None or bool((steps == 0).any()) or any(np.diff(steps, axis=other).any() for other in left):
+                unrolled.add(names[axis])
+    return frozenset(found - unrolled)
 
 
 def _names(access: Access) -> tuple[str, ...]:
     return tuple(dict.fromkeys(i.name for i in access.indices()))
-
-
-def _bends(array: _Array | None, names: Sequence[str], left: set[str]) -> set[str]:
-    """An index to unroll, as a table is not affine in those left; none if it is."""
-    mine = [i for i in names if i in left]
-    if array is None:
-        return set(mine)
-    axes = [names.index(i) for i in mine]
-    line = start = _corner(array, axes)
-    for name in mine:
-        axis = names.index(name)
-        if array.shape[axis] == 1:
-            continue
-        step = _corner(array, axes, axis) - start
-        if bool((step == 0).any()):
-            return {name}
-        line = line + step * np.indices(array.shape, sparse=True)[axis]
-    if bool((line == array).all()):
-        return set()
-    # The index of fewest values is the cheapest to unroll, but one that leaves others to be unrolled is not.
-    cheapest = sorted(mine, key=lambda i: array.shape[names.index(i)])
-    enough = (i for i in cheapest if not _bends(array, names, left - {i}))
-    return {next(enough, cheapest[0])}
-
-
-def _corner(array: _Array, axes: Sequence[int], along: int = -1) -> _Array:
-    """The table at the first value of some axes, or one step `along` one of them."""
-    for axis in axes:
-        array = array.take([int(axis == along)], axis)
-    return array
 
 
 def _values(
