@@ -17,7 +17,7 @@ Nothing of it depends on sizes or on index tensors, but for the extents that are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -33,9 +33,9 @@ from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
 from insum_nn.compiler.kernels.c_compiler import CFunction, background, submit, vector_bytes
 from insum_nn.compiler.kernels.c_structures import CPU, order_of, sorting
 from insum_nn.compiler.kernels.description import Description
-from insum_nn.compiler.lang.bind import Bound, Extents
+from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.limits import slot_indices
-from insum_nn.compiler.lang.printed import Body, Run, Sizes, function_of_lines
+from insum_nn.compiler.lang.printed import Body, Lists, Made, Pool, Sizes, function_of_lines
 from insum_nn.compiler.passes.pipeline import lower, unroll
 from insum_nn.compiler.schedule.choose_unrolling import Unrolling, choose_unrolling
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
@@ -147,7 +147,8 @@ class CProgram:
         parts: the statements; only the first of an output has an initial value.
         indices: how many indices each statement of a call has, of which these are parts; `None`: they are these.
         tensors: how many tensors a call has; `None`: those that the parts name.
-        soon: print it now; else one of many terms is printed by a worker, when it is requested.
+        wait: calls wait until it is compiled, as library calls round otherwise; else one of many terms is printed by a
+            worker, when it is requested.
 
     Raises:
         NotInC: one is not of the printer's kind.
@@ -166,20 +167,20 @@ class CProgram:
         indices: Sequence[int] | None = None,
         tensors: int | None = None,
         *,
-        soon: bool = True,
+        wait: bool = True,
     ) -> None:
         self.parts = tuple(parts)
         self.text = self.host = self._refused = ""
         self.kernels: list[CKernel] = []
         self._functions: list[CFunction] = []
         self._names: dict[str, Any] = {}
-        self.compiled, self._calls, self._printing = False, 0, new_lock()
+        self.compiled, self._waits, self._calls, self._printing = False, wait, 0, new_lock()
         self._indices = [len(part.bound.layout.indices) for part in parts] if indices is None else indices
         last = max((place for part in parts for place in part.places), default=-1)
         self._tensors = 1 + last if tensors is None else tensors
         # All before the first is printed, which takes longest: one may have too many terms.
         terms = max(len(_unrolling(part.bound, part.tables).places) for part in parts)
-        self._later = not soon and terms > _SOON and background()
+        self._later = not wait and terms > _SOON and background()
         self.body: Body = self._run
         if not self._later:
             self._print()
@@ -222,43 +223,24 @@ class CProgram:
         for each in self._functions:
             each.request()
 
-    def called(self, extents: Sequence[Sizes], *, wait: bool) -> bool:
-        """Whether all is compiled that `body` calls; a statement that runs again is, after a while or at once.
+    def attempt(
+        self, pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None, *, wait: bool = False
+    ) -> Made | None:
+        """Run a call by `body`; `None`: that is not compiled yet, or with `wait`: it cannot be.
 
-        Args:
-            extents: those of each statement of the call.
-            wait: library calls must not serve in the meantime, as they round otherwise.
+        A statement that runs again is compiled, after a while or at once.
         """
-        self._calls += 1
-        if wait or not background() or sum(map(math.prod, extents)) > _LARGE:
-            self.wait()
-        elif self._calls > _PATIENCE:
-            self.request()
-        if not self.text or any(each.run is None for each in self._functions):
-            return False
-        self._names["run"] = self._functions[0].run
-        self.compiled = True
-        return True
-
-    def serving(self, extents: Extents, library: Callable[[], Run], *, wait: bool) -> Run:
-        """What runs a call of one statement by the C function, and by library calls until it is compiled.
-
-        Args:
-            extents: the sizes of the call.
-            library: makes the library calls, where they are needed.
-            wait: as of `called`.
-        """
-        indices, output = (extents.indices,), (extents.output,)
-        slow: Run | None = None
-
-        def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-            nonlocal slow
-            if self.compiled or self.called(indices, wait=wait):
-                return self.body(tensors, indices, output, initial)[0]
-            slow = slow or library()
-            return slow(tensors, initial)
-
-        return run
+        if not self.compiled:
+            self._calls += 1
+            if wait or self._waits or not background() or sum(map(math.prod, extents)) > _LARGE:
+                self.wait()
+            elif self._calls > _PATIENCE:
+                self.request()
+            if not self.text or any(each.run is None for each in self._functions):
+                return None
+            self._names["run"] = self._functions[0].run
+            self.compiled = True
+        return self.body(pool, extents, shapes, initial)
 
     @property
     def error(self) -> str:

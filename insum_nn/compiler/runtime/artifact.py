@@ -223,7 +223,7 @@ class Artifact:
         with messages_name(statement):
             found = programs.of(pool, extents)
             if self.generated and isinstance(found.run, Generated):
-                return self._with_fallback(key, found.run.at(pool, extents, initial), [programs])
+                return self._launched(key, found.run.at(pool, extents, initial), [programs])
         first, runs = _key_of(pool, extents), dict[object, Run]()
 
         def sized(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made:
@@ -240,23 +240,12 @@ class Artifact:
             return (prepared(pool, initial),)
 
         # What is chosen may be another backend than before programs were forgotten.
-        if isinstance(found.run, CProgram) and not self.generated:
-            return self._compiled(key, found.run, sized)
-        return self._with_fallback(key, sized, [programs]) if self.generated else sized
+        if isinstance(program := found.run, CProgram) and not self.generated:
+            return self._with_fallback(key, program.attempt, lambda: program.body, [programs])
+        return self._launched(key, sized, [programs]) if self.generated else sized
 
-    def _compiled(self, key: object, program: CProgram, until: Attempt) -> Attempt:
-        """What runs a kind of call by a C function, and by something else until that is compiled."""
-
-        def run(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made | None:
-            if not program.compiled:
-                return until(pool, extents, shapes, initial)
-            self.bodies[key] = program.body
-            return program.body(pool, extents, shapes, initial)
-
-        return run
-
-    def _with_fallback(self, key: object, body: Attempt, programs: Sequence[Executables]) -> Attempt:
-        """What runs a kind of call by generated kernels, and by library calls while other processes compile them.
+    def _launched(self, key: object, body: Attempt, programs: Sequence[Executables]) -> Attempt:
+        """What runs a kind of call by generated kernels.
 
         A call whose kernel is not compiled yet does not block, so that the kernels of later calls are requested too,
         and all are compiled in parallel. A call that is repeated while no other kernel is requested waits for its own:
@@ -267,24 +256,42 @@ class Artifact:
             return body
         left, last = _REPEATS, -1
 
-        def run(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made | None:
+        def attempt(*call: Any, wait: bool = False) -> Made | None:
             nonlocal left, last
-            waits = not left or capturing() or active() is not None or torch.are_deterministic_algorithms_enabled()
-
-            def once() -> tuple[Made | None]:
-                return (body(pool, extents, shapes, initial),)
-
-            made = once() if waits else run_or_compile(once)
+            # Nothing is made where something else is to run the call.
+            run = lambda: body(*call) or ()  # noqa: E731
+            if wait or not left or capturing() or active() is not None or torch.are_deterministic_algorithms_enabled():
+                return run()
+            made = run_or_compile(run)
             if made is None:
                 left, last = left - (last == requested()), requested()
+            return made
+
+        return self._with_fallback(key, attempt, lambda: body, programs)
+
+    def _with_fallback(
+        self, key: object, attempt: Callable[..., Any], body: Callable[[], Attempt], programs: Sequence[Executables]
+    ) -> Attempt:
+        """What runs a kind of call by library calls while `attempt` returns `None`: its code is compiled.
+
+        Args:
+            key: of the kind of call.
+            attempt: runs a call where its code is compiled; with `wait` it is then.
+            body: returns what runs calls from then on.
+            programs: of each statement.
+        """
+
+        def run(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made | None:
+            made = attempt(pool, extents, shapes, initial)
+            if made is None:
                 with suppress(torch.OutOfMemoryError):
                     served = self._by_library(programs, pool, extents, shapes, initial)
                     if served is not None:
                         return served
-                left, made = 0, once()
-            if key in self.bodies:
-                self.bodies[key] = body
-            return made[0]
+                made = attempt(pool, extents, shapes, initial, wait=True)
+            if made is not None and key in self.bodies:
+                self.bodies[key] = body()
+            return made or None
 
         return run
 
@@ -314,13 +321,13 @@ class Artifact:
             fused, self.reason = choose(ones, pool, options, self._kernels, deterministic=self.deterministic)
             if fused is None:
                 return _nothing_printed
-            return self._with_fallback(key, fused.run(ones, pool), [programs for programs, _, _ in called])
+            return self._launched(key, fused.run(ones, pool), [programs for programs, _, _ in called])
         except FormError as error:
             self.reason = f"one by one: {error}"
             return _nothing_printed
 
     def _by_one_function(self, key: object, called: Sequence[Called], pool: Pool, extents: Lists) -> Attempt:
-        """What runs a kind of call of several statements, once their C function is compiled, and nothing before."""
+        """What runs a kind of call of several statements by one C function, where there is one."""
         parts: list[Part] = []
         firsts: dict[object, int] = {}
         count = len(self._written)
@@ -342,15 +349,10 @@ class Artifact:
         made = c_program(
             tuple(parts), indices, len(pool), options, called[0][2], "several statements in one C function"
         )
-        if not isinstance(made, Executable):
+        program = made.run if isinstance(made, Executable) else None
+        if not isinstance(program, CProgram):
             return _nothing_printed
-        program, wait = made.run, options.deterministic or options.backend == "c"
-        assert isinstance(program, CProgram)
-
-        def until(pool: Pool, extents: Lists, *rest: Any) -> Made | None:
-            return program.body(pool, extents, *rest) if program.called(extents, wait=wait) else None
-
-        return self._compiled(key, program, until)
+        return self._with_fallback(key, program.attempt, lambda: program.body, [own for own, _, _ in called])
 
 
 def _key_of(pool: Sequence[Tensor], sizes: Extents) -> object:

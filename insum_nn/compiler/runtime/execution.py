@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -93,20 +93,11 @@ class Executable:
 
     def prepare(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Run:
         """Everything that sizes decide, decided: what is returned runs on any tensors of these shapes."""
-        run, options = self.run, self.options
+        run = self.run
         if isinstance(run, Generated):
             return run.prepare(tensors, extents, initial)
         if isinstance(run, CProgram):
-
-            def library() -> Run:
-                if self.parts:
-                    return _one_by_one(self, tensors, initial)
-                other = from_graph(replace(self.bound, static=()), extents, options, self.reason)
-                return other.prepare((), extents, None)
-
-            # Of the tensors of a whole statement nothing is kept: the next call may come late, or never.
-            tensors = tensors if self.parts else ()
-            return run.serving(extents, library, wait=options.deterministic or options.backend == "c")
+            return partial(self._in_c, run, extents)
         if run is None:
             return _one_by_one(self, tensors, initial)
         integers, epilogue, dtype = integers_of(self.bound, extents), self.bound.epilogue or None, self.bound.dtype
@@ -117,6 +108,16 @@ class Executable:
             return made if epilogue is None else epilogue(made, dtype)
 
         return call
+
+    def _in_c(self, program: CProgram, extents: Extents, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
+        """Run a call by a C function, and by library calls until that is compiled."""
+        made = program.attempt(tensors, (extents.indices,), (extents.output,), initial)
+        if made is not None:
+            return made[0]
+        if self.parts:
+            return _one_by_one(self, tensors, initial)(tensors, initial)
+        other = from_graph(replace(self.bound, static=()), extents, self.options, self.reason)
+        return other.prepare((), extents, None)(tensors, initial)
 
 
 _cache: OrderedDict[CacheKey, Executable] = OrderedDict()
@@ -224,7 +225,7 @@ class Executables:
     def by_library(
         self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None, into: Tensor | None, room: int
     ) -> Tensor | None:
-        """Compute it by library calls, a slice of one index at a time: the fallback while its kernels are compiled.
+        """Compute it by library calls, a slice of one index at a time: the fallback while its code is compiled.
 
         Args:
             tensors: its tensors.
@@ -236,12 +237,13 @@ class Executables:
         Returns:
             The output; `None`: it cannot be divided into such small slices.
         """
-        text = self.bound.statement.text
-        bound, tensors, extents = tiled(self.bound, tensors, extents)
-        own = _executables_of(bound, replace(self.options, backend="eager"), text)
+        # On a GPU, static tables cut nothing; on a CPU they are what is divided.
+        static = self.static if self.bound.device_type == "cpu" else ()
+        bound, tensors, extents = (self.bound, tensors, extents) if static else tiled(self.bound, tensors, extents)
+        own = _executables_of(bound, replace(self.options, backend="eager"), self.bound.statement.text, static)
         tree, sizes = own._decided(tensors, extents)
-        slices = math.ceil(total(tree.parts(bound, sizes), own.options).moved / room)
-        layout = bound.layout
+        moved, layout = total(tree.parts(bound, sizes, static), own.options).moved, bound.layout
+        slices = 1 if static else math.ceil(moved / room)
         at = max(own._divisible, key=extents.indices.__getitem__, default=-1) if slices > 1 else -1
         whole, axes = (extents.indices[at], layout.written[at]) if at >= 0 else (1, ())
         if whole < slices:
@@ -434,7 +436,7 @@ def c_program(
     key = shared_key(parts[0].bound, options, "c", parts, indices, tensors)
 
     def build() -> Executable:
-        program = CProgram(parts, indices, tensors, soon=options.backend == "c" or options.deterministic)
+        program = CProgram(parts, indices, tensors, wait=options.backend == "c" or options.deterministic)
         program.find()
         return Executable(parts[0].bound, extents, options, "c", reason, program)
 
@@ -540,9 +542,9 @@ def stages(
 
 
 @lru_cache(maxsize=1024)
-def _executables_of(bound: Bound, options: Options, text: str) -> Executables:
+def _executables_of(bound: Bound, options: Options, text: str, static: Tables = ()) -> Executables:
     """Those of a statement; of equal ones each has its own text, which errors show."""
-    return Executables(bound, options)
+    return Executables(bound, options, static)
 
 
 # What the statements of a graph made first, for those that begin with the same; `None`: nothing is shared.
