@@ -35,9 +35,8 @@ def generated_of(
     Raises:
         Unavailable: the program has no generated kernel here, for example on a CPU.
     """
-    ordered, initial = program._arrange(tensors)
-    extents = program._extents(ordered, initial, None, None if out_shape is None else tuple(out_shape))
-    _, executable = prepare(program._spec, ordered, initial, extents)
+    ordered, initial, extents = program._checked(tensors, None, None if out_shape is None else tuple(out_shape))
+    _, executable = prepare(program.spec, ordered, initial, extents)
     found = executable.run if isinstance(executable, Executable) else None
     if not isinstance(found, Generated):
         raise Unavailable(f"needs a generated kernel: {executable.reason}")

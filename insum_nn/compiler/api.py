@@ -319,5 +319,5 @@ def _cached_program(
     given: dict[str, Any] = {"activation": activation, "out_dtype": out_dtype, "drop_outside": drop_outside}
     program = Program(expression, sizes=dict.fromkeys(sized, 0), options=options, **given)
     # Their extents come with each call.
-    program._sizes = {}
+    program.sizes = {}
     return program

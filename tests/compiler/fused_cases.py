@@ -179,7 +179,8 @@ def made_by(found: Any, ones: Sequence[One], pool: Sequence[Tensor], schedule: S
     """All outputs by a kernel, under a schedule."""
     extents = found.sizes_of(ones, pool)
     generated = found.generated if schedule is None else under_schedule(found.generated, schedule)
-    made = generated.prepare_all(tensors := [pool[at] for at in found.places], extents)(tensors)
+    tensors = [pool[at] for at in found.places]
+    made = generated.at(tensors, extents, None)(tensors, [extents.indices], [extents.output], None)
     return [made[at] for at in found.order]
 
 

@@ -45,8 +45,7 @@ def by_parts(cut: Cut, bound: Bound, tensors: dict[str, Tensor], sizes: Sizes) -
 
 def sizes_of(statement: str, tensors: dict[str, Tensor]) -> Sizes:
     program = insum_nn.compile(statement, sizes={"i": 2} if "+i" in statement else None)
-    ordered = [tensors[name] for name in program.spec.layout.tensors]
-    extents = program._extents(ordered, None, None, out_shape(statement))
+    _, _, extents = program._checked(tensors, None, out_shape(statement))
     indices = dict(zip(program.spec.layout.indices, extents.indices, strict=True))
     return Sizes(indices, {name: tuple(t.shape) for name, t in tensors.items()}, extents.output, 8)
 

@@ -371,9 +371,8 @@ def test_the_kernels_that_are_shown_are_those_that_run(name: str, monkeypatch: p
     clear_cache()
     shape = (3, 3 if "Row[p],Col[p]]" in statement else None) if "Row" in tensors and "C" not in tensors else None
     program = compile(statement, options=Options(backend="triton"), **how)
-    ordered, initial = program._arrange(tensors)
-    extents = program._extents(ordered, initial, None, shape)
-    bound, found = prepare(program._spec, ordered, initial, extents)
+    ordered, initial, extents = program._checked(tensors, None, shape)
+    bound, found = prepare(program.spec, ordered, initial, extents)
     assert isinstance(found, Executable)
     run = in_names_of(found, bound).run
     assert isinstance(run, Generated)

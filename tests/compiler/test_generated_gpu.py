@@ -72,9 +72,8 @@ def compiled(case: Case, tensors: dict[str, Tensor], options: Options = GENERATE
 
 def source_of(program: Program, tensors: dict[str, Tensor]) -> Source:
     """The kernel behind a program that has run on these tensors."""
-    ordered, initial = program._arrange(tensors)
-    extents = program._extents(ordered, initial, None, None)
-    _, executable = prepare(program._spec, ordered, initial, extents)
+    ordered, initial, extents = program._checked(tensors, None, None)
+    _, executable = prepare(program.spec, ordered, initial, extents)
     assert executable.backend == "triton", executable.reason
     assert isinstance(executable.run, Generated)
     return executable.run.described(ordered, extents, initial).sources[0]

@@ -106,7 +106,7 @@ def test_opcheck(name: str):
     program = insum_nn.compile(expression, sizes=sizes)
     ordered = [tensors[tensor] for tensor in program.statement.tensors()]
     extents = resolve_extents(program.statement, ordered, initial, sizes, out_shape)
-    arguments = (program._spec.to_json(), ordered, initial, list(extents.indices), list(extents.output))
+    arguments = (program.spec.to_json(), ordered, initial, list(extents.indices), list(extents.output))
     torch.library.opcheck(torch.ops.insum_nn.run, arguments)
 
 

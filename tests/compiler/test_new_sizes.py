@@ -68,7 +68,7 @@ def test_kinds_of_calls_are_written_out_alike():
     program = insum_nn.compile(SPMM, out_shape=(3, None))
     named = {"Row": torch.tensor([0, 2]), "Val": torch.ones(2), "Col": torch.tensor([1, 0]), "B": torch.ones(2, 4)}
     program(tensors=named)
-    spec, ordered = program._spec, [named[name] for name in program.names]
+    spec, ordered = program.spec, [named[name] for name in program.names]
     keys = _Keys(spec.calls)
     object.__setattr__(spec, "calls", keys)
     extents = spec.agree(ordered, {}, (3, None))

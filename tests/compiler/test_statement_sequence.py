@@ -13,7 +13,7 @@ from torch import Tensor
 
 import insum_nn
 from insum_nn import IndexFacts, Options
-from insum_nn.compiler.lang.bind import Extents, bind
+from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.printed import Run
 from insum_nn.compiler.runtime import execution, statement_cuts
@@ -293,8 +293,7 @@ def sequence(
     facts = {name: IndexFacts(masked=masked, sorted=name == in_order, proven=True) for name in parsed.index_tensors()}
     bound = bind(parsed, tensors, None, facts=facts)
     program = insum_nn.compile(statement)
-    ordered = [tensors[name] for name in bound.layout.tensors]
-    extents: Extents = program._extents(ordered, None, None, shapes["out"])  # type: ignore[arg-type]
+    ordered, _, extents = program._checked(tensors, None, shapes["out"])  # type: ignore[arg-type]
     return _sequences(bound, options).parts(ordered, extents, int)
 
 

@@ -94,8 +94,8 @@ def test_gradients_keep_the_tables():
     program = insum_nn.compile(PRODUCT, static=tables())
     derived = program.grad("X")
     assert isinstance(derived, Program)
-    assert derived._spec.static == program._spec.static
-    assert {name for name, _ in derived._spec.static} == {"CG", "I"}
+    assert derived.spec.static == program.spec.static
+    assert {name for name, _ in derived.spec.static} == {"CG", "I"}
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -206,8 +206,7 @@ def test_a_divided_row_with_cells_that_no_point_writes():
 
 
 def form_of(program: Program, tensors: dict[str, Tensor]) -> Form:
-    ordered, start = program._arrange(tensors)
-    _, chosen = prepare(program._spec, ordered, start, program._extents(ordered, start, None, None))
+    _, chosen = prepare(program.spec, *program._checked(tensors, None, None))
     assert isinstance(chosen.run, Generated)
     return chosen.run.form
 
@@ -337,7 +336,7 @@ def test_copies_are_equal_and_others_are_not():
     for copied in (pickle.loads(pickle.dumps(program)), copy.deepcopy(program), copy.copy(program)):
         assert copied == program
         assert hash(copied) == hash(program)
-        assert copied._spec.static == program._spec.static
+        assert copied.spec.static == program.spec.static
         torch.testing.assert_close(copied(**known, **t), dense({**known, **t}))
     assert insum_nn.compile(PRODUCT) != program
     assert insum_nn.compile(PRODUCT, static={"I": known["I"]}) != program
@@ -348,7 +347,7 @@ def test_copies_are_equal_and_others_are_not():
 
 def test_a_spec_survives_json():
     program = insum_nn.compile(PRODUCT, static=tables(), options=GENERATED)
-    spec = program._spec
+    spec = program.spec
     back = Spec.from_json(spec.to_json())
     assert back == spec
     assert hash(back) == hash(spec)

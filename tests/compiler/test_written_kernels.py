@@ -73,8 +73,8 @@ def test_without_a_folder_for_machine_code_they_are_compiled_here(monkeypatch: p
     monkeypatch.setattr(launch, "target_of", lambda _: ("", 90, 32))
     monkeypatch.setattr(launch, "is_stored", lambda _: False)
     monkeypatch.setattr(launch, "is_storable", lambda _: storable)
-    monkeypatch.setattr(background, "helped", lambda: True)
-    monkeypatch.setattr(background, "submit", lambda _: submitted.append(True))
+    pool = SimpleNamespace(most=1, submit=lambda _: submitted.append(True))
+    monkeypatch.setattr(background, "shared", lambda: pool)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     assert launch.load_ahead([made]) is not storable

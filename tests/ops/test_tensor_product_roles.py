@@ -312,7 +312,7 @@ for case, shared, rows, cells in runs:
         expected = expected_of(spec, role, operands_of(spec, role, rows))
         source = Role(ProductLayout(spec), role, given[0].device, torch.float32, staged=role == "y")
         for step in source.steps:
-            facts = dict(step.program._spec.facts)
+            facts = dict(step.program.spec.facts)
             options = Options(backend="triton", tune=False)
             step.program = compile(
                 step.expression, facts=facts, static=step.tables, options=options

@@ -35,13 +35,10 @@ __all__ = [
     "compile_all",
     "default_background_workers",
     "default_workers",
-    "helped",
-    "missed",
     "processors",
-    "requested",
     "run_or_compile",
     "settle",
-    "submit",
+    "shared",
     "take",
 ]
 
@@ -179,6 +176,11 @@ class Background:
         """Have kernels compiled that are not on disk, unless they were named before."""
         self.add([code for code in codes if code not in self._known and not is_stored(code)])
 
+    @property
+    def requested(self) -> int:
+        """How many kernels were needed that were not on disk."""
+        return len(self._known)
+
     def add(self, codes: Iterable[KernelCode]) -> None:
         """Have kernels compiled, unless they were named before."""
         with self._changed:
@@ -311,7 +313,7 @@ _lock = new_lock()
 
 def run_or_compile(run: Callable[[], T]) -> T | None:
     """Run what launches kernels; `None`: some are not on disk, and other processes compile the first of these now."""
-    before, _of_thread.has_fallback = _of_thread.has_fallback, helped()
+    before, _of_thread.has_fallback = _of_thread.has_fallback, shared().most > 0
     try:
         return run()
     except NotCompiledYetError:
@@ -320,18 +322,20 @@ def run_or_compile(run: Callable[[], T]) -> T | None:
         _of_thread.has_fallback = before
 
 
-def missed(code: KernelCode) -> None:
-    """Request a kernel that is not on disk from other processes, where the call that needs it has a fallback.
+def take(code: KernelCode) -> None:
+    """Return when this process may load or compile a kernel that is not on disk.
 
     Raises:
-        NotCompiledYetError: it was requested; see `run_or_compile`.
+        NotCompiledYetError: other processes were requested to, as the call has a fallback; see `run_or_compile`.
     """
     if _of_thread.has_fallback and is_storable(code):
-        submit([code])
+        shared().submit([code])
         raise NotCompiledYetError
+    shared().take(code)
 
 
-def _begun() -> Background:
+def shared() -> Background:
+    """Return the one whose processes compile for all threads of this one."""
     global _background
     with _lock:
         if _background is None:
@@ -339,26 +343,6 @@ def _begun() -> Background:
             _background = Background(default_background_workers(), stderr=subprocess.DEVNULL, start_new_session=True)
             atexit.register(_background.close)
     return _background
-
-
-def helped() -> bool:
-    """Return whether other processes may compile for this one."""
-    return _begun().most > 0
-
-
-def requested() -> int:
-    """How many kernels this process needed that were not on disk."""
-    return len(_begun()._known)
-
-
-def submit(codes: Iterable[KernelCode]) -> None:
-    """Have kernels compiled that a later call needs; see `Background.submit`."""
-    _begun().submit(codes)
-
-
-def take(code: KernelCode) -> None:
-    """Return when this process may load or compile a kernel."""
-    _begun().take(code)
 
 
 def settle(seconds: float) -> bool:

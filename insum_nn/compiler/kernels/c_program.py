@@ -78,15 +78,15 @@ class Part:
         places: of its tensors among those of the program; -1 - n: what another statement wrote as output n; `NOWHERE`:
             of static tables that a call does not pass.
         output: the number of the output that it adds to.
-        extents: of its indices: which of which statement of a call, or how many; `None`: it is that statement itself.
+        extents: of its indices: which of which statement of a call, or how many.
         shape: of an output that only later statements read, likewise.
     """
 
     bound: Bound
     tables: Tables
     places: tuple[int, ...]
-    output: int = 0
-    extents: tuple[Extent, ...] | None = None
+    output: int
+    extents: tuple[Extent, ...]
     shape: tuple[Extent, ...] | None = None
 
 
@@ -145,8 +145,8 @@ class CProgram:
 
     Args:
         parts: the statements; only the first of an output has an initial value.
-        indices: how many indices each statement of a call has, of which these are parts; `None`: they are these.
-        tensors: how many tensors a call has; `None`: those that the parts name.
+        indices: how many indices each statement of a call has, of which these are parts.
+        tensors: how many tensors a call has.
         wait: calls wait until it is compiled, as library calls round otherwise; else one of many terms is printed by a
             worker, when it is requested.
 
@@ -164,10 +164,10 @@ class CProgram:
     def __init__(
         self,
         parts: Sequence[Part],
-        indices: Sequence[int] | None = None,
-        tensors: int | None = None,
+        indices: Sequence[int],
+        tensors: int,
         *,
-        wait: bool = True,
+        wait: bool,
     ) -> None:
         self.parts = tuple(parts)
         self.text = self.host = self._refused = ""
@@ -175,9 +175,7 @@ class CProgram:
         self._functions: list[CFunction] = []
         self._names: dict[str, Any] = {}
         self.compiled, self._waits, self._calls, self._printing = False, wait, 0, new_lock()
-        self._indices = [len(part.bound.layout.indices) for part in parts] if indices is None else indices
-        last = max((place for part in parts for place in part.places), default=-1)
-        self._tensors = 1 + last if tensors is None else tensors
+        self._indices, self._tensors = indices, tensors
         # All before the first is printed, which takes longest: one may have too many terms.
         terms = max(len(_unrolling(part.bound, part.tables).places) for part in parts)
         self._later = not wait and terms > _SOON and background()
@@ -323,12 +321,12 @@ class _Printed:
         used = {place for place in read if 0 <= place < NOWHERE}
         for n in sorted(used):
             self.lines += [f"if not t{n}.is_contiguous():", f"    t{n} = t{n}.contiguous()"]
-        for number, (part, bound, kernel) in enumerate(zip(parts, bounds, kernels, strict=True)):
+        for part, bound, kernel in zip(parts, bounds, kernels, strict=True):
             places = dict(zip(map(str, bound.layout.tensors), part.places, strict=True))
             where = {name: f"t{n}" if n >= 0 else f"out{-1 - n}" for name, n in places.items()}
             if any(places.get(name) == NOWHERE for name in kernel.pointers):
                 raise NotInC("static table that is known in part")
-            own = sizes[number] if part.extents is None else texts(part.extents)
+            own = texts(part.extents)
             letters = dict(zip(bound.layout.indices, own, strict=True))
             out = where[OUTPUT] = f"out{part.output}"
             for copy in kernel.copies:

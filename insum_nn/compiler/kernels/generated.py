@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -92,11 +92,6 @@ class Generated:
         """What runs the statement on tensors of these shapes."""
         run, indices, shapes = self.at(tensors, extents, initial), (extents.indices,), (extents.output,)
         return lambda tensors, initial: run(tensors, indices, shapes, initial)[0]
-
-    def prepare_all(self, tensors: Sequence[Tensor], extents: Extents) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-        """What makes the output and all further ones on tensors of these shapes."""
-        run, indices, shapes = self.at(tensors, extents, None), (extents.indices,), (extents.output,)
-        return lambda tensors: [*run(tensors, indices, shapes, None)]
 
     def at(self, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Body:
         """What makes the output and all further ones at all sizes that share a schedule with these.

@@ -186,7 +186,6 @@ class _Launch:
         kernel = find_code(code)
         if kernel is None:
             build_ahead()
-            background.missed(code)
             background.take(code)
             kernel = find_code(code)
         if kernel is None:
@@ -264,8 +263,8 @@ def load_ahead(launchers: Sequence[Launcher]) -> bool:
     if not launches or torch.cuda.is_current_stream_capturing():
         return not launches
     codes = [each.code(each.aligned, target_of(each.number)) for each in launches]
-    if not all(map(is_stored, codes)) and background.helped() and is_storable(codes[0]):
-        background.submit(codes)
+    if not all(map(is_stored, codes)) and background.shared().most and is_storable(codes[0]):
+        background.shared().submit(codes)
         return False
     for each in launches:
         with torch.cuda.device(each.number):

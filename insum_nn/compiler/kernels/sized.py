@@ -27,7 +27,7 @@ from insum_nn.compiler.schedule.form import Form
 from insum_nn.dtypes import dtype_of
 from insum_nn.locks import cached_property
 
-__all__ = ["WIDE", "UnsizedKernel", "reach_of", "strides_of"]
+__all__ = ["WIDE", "UnsizedKernel", "reach_of", "reaches", "strides_of"]
 
 # Elements from which some offset may need 64 bits.
 WIDE = 2**31 - 2**16
@@ -38,22 +38,21 @@ _RANGES = ("begin", "end", "target", "row_of", "order")
 def strides_of(form: Form, tensors: Sequence[Tensor], extents: Extents, split: bool, initial: Tensor | None) -> Strides:
     """What of the memory layout a kernel's text depends on."""
     contiguous = tuple([tensor.is_contiguous() for tensor in tensors])
-    places, indices = form.places, extents.indices
-    reach = max(math.prod(extents.output), math.prod([indices[places[x]] for x in form.entries]))
-    for tensor, dense in zip(tensors, contiguous, strict=True):
-        reach = max(reach, tensor.numel() if dense else reach_of(tensor))
-    if initial is not None:
-        reach = max(reach, reach_of(initial))
-    if form.additional:
-        names = form.bound.layout.tensors
-        for each in form.additional:
-            reach = max(reach, each.steps[0] * tensors[names.index(each.like[0])].shape[each.like[1]])
-    return Strides(contiguous, reach >= WIDE, split, initial_steps(initial))
+    wide = max(reaches(form, tensors, initial, extents)) >= WIDE
+    return Strides(contiguous, wide, split, initial_steps(initial))
+
+
+def reaches(form: Form, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> list[int]:
+    """How far apart what a kernel addresses by one pointer may lie, for each of them; sizes may be symbolic."""
+    places, names, indices = form.places, form.bound.layout.tensors, extents.indices
+    further = [(each.steps[0], tensors[names.index(each.like[0])].shape[each.like[1]]) for each in form.additional]
+    found = [math.prod(extents.output), math.prod([indices[places[x]] for x in form.entries])]
+    return [*found, *map(reach_of, (*tensors, *([] if initial is None else [initial]))), *map(math.prod, further)]
 
 
 def reach_of(tensor: Tensor) -> int:
     """Elements from the first to the last one of a tensor as it lies in memory."""
-    return 1 + sum((extent - 1) * abs(step) for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class UnsizedKernel:

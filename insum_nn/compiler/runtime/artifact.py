@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.ir.canonical import messages_name
-from insum_nn.compiler.kernels.background import requested, run_or_compile
+from insum_nn.compiler.kernels.background import run_or_compile, shared
 from insum_nn.compiler.kernels.c_program import CProgram, Part, limits_of_extents
 from insum_nn.compiler.kernels.c_structures import entries_of
 from insum_nn.compiler.kernels.generated import Generated
@@ -264,7 +264,8 @@ class Artifact:
                 return run()
             made = run_or_compile(run)
             if made is None:
-                left, last = left - (last == requested()), requested()
+                requested = shared().requested
+                left, last = left - (last == requested), requested
             return made
 
         return self._with_fallback(key, attempt, lambda: body, programs)

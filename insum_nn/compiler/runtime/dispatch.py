@@ -377,10 +377,10 @@ class StatementGraph:
         sizes: list[Sizes] = []
         for step in self.steps:
             sizes.append(tuple(map(extents[step.source].__getitem__, step.indices)))
-        if run is None and self._read:
+        if run is None and self.alone is None and self._read:
             given: list[Any] = list(map(pool.__getitem__, self._read))
             # Whether one kernel of several statements is faster depends on sizes: operators say where it is made.
-            if given[0].is_cpu and (artifact := self.artifact(given)) is not None and not artifact.generated:
+            if given[0].is_cpu and not (artifact := self.artifact(given)).generated:
                 found = artifact.run(given, sizes, shapes, None)
                 if found is not None:
                     return found
@@ -396,21 +396,16 @@ class StatementGraph:
             sharing.reset(outer)
         return tensors[: -1 - len(shapes) : -1]
 
-    def artifact(self, given: Sequence[Tensor]) -> Artifact | None:
+    def artifact(self, given: Sequence[Tensor]) -> Artifact:
         """Return what runs all at once on tensors of these dtypes, which are those that the steps read, in order."""
         kind = tuple(map(dtype_of, given))
         found = self._artifacts.get(kind)
-        if found is None and len(self.steps) == 1:
-            # What runs one statement alone is that of its own calls.
-            found = self.steps[0].spec.calls.get((False, *kind))
-        elif found is None:
+        if found is None:
             slot = {place: n for n, place in enumerate(self._read)}
             steps = [step._replace(places=tuple(slot.get(at, at) for at in step.places)) for step in self.steps]
             order, fixed = self._deterministic, [slot[at] for at in self._fixed]
-            found = Artifact(steps, given, deterministic=order, fixed=fixed)
+            found = self._artifacts[kind] = Artifact(steps, given, deterministic=order, fixed=fixed)
             forgets_programs(self)
-        if found is not None:
-            self._artifacts[kind] = found
         return found
 
     def clear(self) -> None:

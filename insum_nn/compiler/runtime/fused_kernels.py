@@ -134,17 +134,10 @@ class Fused:
         Raises:
             FormError: an output has other rows than it is to have.
         """
-        shapes = dict(sorted((one.number, one.extents.output) for one in ones))
-        extents = self.sizes(pool, [*shapes.values()])
+        extents = self.sizes(pool, _shapes_of(ones))
         if extents is None:
             raise FormError("an output does not have as many rows as what it is the gradient of")
         return extents
-
-    def make(self, ones: Sequence[One], pool: Sequence[Tensor]) -> Callable[[], object]:
-        """What makes all outputs of a call."""
-        tensors = [pool[at].detach() for at in self.places]
-        run = self.generated.prepare_all(tensors, self.sizes_of(ones, pool))
-        return lambda: run(tensors)
 
     def run(self, ones: Sequence[One], pool: Sequence[Tensor]) -> Attempt:
         """What makes them of any call of this kind."""
@@ -159,6 +152,11 @@ class Fused:
             return tuple([made[at] for at in order])
 
         return run
+
+
+def _shapes_of(ones: Sequence[One]) -> Lists:
+    """The shapes of the outputs of some statements."""
+    return [*dict(sorted((one.number, one.extents.output) for one in ones)).values()]
 
 
 def choose(
@@ -358,7 +356,10 @@ def _selected(
         return place
 
     def measure(_: object) -> list[tuple[int, float]]:
-        runs = [_separately(ones), *(kernel.make(ones, pool) for kernel in kernels())]
+        lists = [one.extents.indices for one in ones], _shapes_of(ones)
+        given = [tensor.detach() for tensor in pool]
+        together = [partial(kernel.run(ones, given), given, *lists, None) for kernel in kernels()]
+        runs = [_separately(ones), *together]
         times = [(place, time_whole(run)) for place, run in enumerate(runs, start=_ONE_BY_ONE)]
         return sorted(times, key=lambda each: each[1])
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from insum_nn.compiler.ir.schedule import precision_of
 from insum_nn.compiler.kernels.launch import function_of
 from insum_nn.compiler.kernels.row_partition import RowPartition, new_bitmasks_of, rows_of, tiles_of
-from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel
+from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel, reaches
 from insum_nn.compiler.kernels.source import Strides, initial_steps
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.options import Options
@@ -74,7 +74,7 @@ def inline_kernel(
     precision = precision_of(fixed.dtype, options.precision)
     device = tensors[0].device
     schedule = choose_unmeasured(form, tables, size_bucket(likely), likely, device, precision).candidate
-    wide = exceeds(_reach(form, tensors, initial, extents), WIDE)
+    wide = exceeds(reaches(form, tensors, initial, extents), WIDE)
     strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(initial))
     partition: RowPartition | None = None
     if form.row_index:
@@ -96,21 +96,6 @@ def inline_kernel(
 
     sizes = extents.indices, extents.output
     return kernel.call(tensors, initial, *sizes, partition, bitmasks=new_bitmasks_of, launch=launch)
-
-
-def _reach(form: Form, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> list[int]:
-    """How far apart what a kernel addresses by one pointer may lie, for each of them."""
-    found: list[int] = [1, 1]
-    for extent in extents.output:
-        found[0] = found[0] * extent
-    for name, extent in zip(form.bound.layout.indices, extents.indices, strict=True):
-        found[1] = found[1] * (extent if name in form.entries else 1)
-    for tensor in (*tensors, *(() if initial is None else (initial,))):
-        reach = 1
-        for extent, step in zip(tensor.shape, tensor.stride(), strict=True):
-            reach = reach + (extent - 1) * step
-        found.append(reach)
-    return found
 
 
 def _undivided(form: Form, index: Tensor, rows: int, wide: bool, size: int) -> RowPartition:

@@ -65,6 +65,8 @@ class Program:
         expression: the statement as text.
         options: compile options.
         names: the tensors of a call, in the order of `run_plain`.
+        spec: everything but tensors and sizes.
+        sizes: extents given at compile time.
     """
 
     def __init__(
@@ -99,27 +101,27 @@ class Program:
         self._set(spec, sizes or {}, out_shape)
 
     def _set(self, spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None) -> None:
-        self._spec = spec
+        self.spec = spec
         self.statement: Statement = parse_cached(spec.expression)
         self.expression: str = str(self.statement)
         self.options = spec.options
-        self._sizes: dict[str, int] = dict(sizes)
+        self.sizes: Mapping[str, int] = dict(sizes)
         self._out_shape = None if out_shape is None else tuple(out_shape)
         self.names: tuple[str, ...] = layout_of(self.statement).tensors
         self._index_names: tuple[str, ...] = self.statement.index_tensors()
         self._text: str = spec.to_json()
 
     def __repr__(self) -> str:
-        return f"Program({self.expression!r}{', drop_outside=True' if self._spec.drop_outside else ''})"
+        return f"Program({self.expression!r}{', drop_outside=True' if self.spec.drop_outside else ''})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self._state() == other._state()
 
     def __hash__(self) -> int:
-        return hash((self._spec, self._out_shape, tuple(sorted(self._sizes.items()))))
+        return hash((self.spec, self._out_shape, tuple(sorted(self.sizes.items()))))
 
     def _state(self) -> tuple[object, ...]:
-        return (self._spec, self._sizes, self._out_shape)
+        return (self.spec, self.sizes, self._out_shape)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (Program._of, self._state())
@@ -152,7 +154,7 @@ class Program:
         if out is not None:
             return self._into(out, sizes, out_shape, {**(tensors or {}), **named})
         if torch.compiler.is_dynamo_compiling() or torch._C._is_tracing():
-            merged = {**self._sizes, **(sizes or {})}
+            merged = {**self.sizes, **(sizes or {})}
             named = {**(tensors or {}), **named}
             shape = out_shape if out_shape is not None else self._out_shape
             return call_operator(self._text, named, merged, {} if shape is None else {"": shape})[0]
@@ -163,14 +165,14 @@ class Program:
         calls = watched.get()
         if calls is not None:
             calls.append(StatementCall(self, named, sizes, out_shape))
-        spec = self._spec
+        spec = self.spec
         if spec.origin != "builder":
             # Facts of a builder hold of its own tensors, so they are passed as they are.
             named = same_views(named, self._index_names)
         plain = self._plain(named)
         if plain is not None:
             ordered, initial = plain
-            merged = {**self._sizes, **sizes} if sizes else self._sizes
+            merged = {**self.sizes, **sizes} if sizes else self.sizes
             shape = self._out_shape if out_shape is None else out_shape
             followed = followed_by(ordered, initial)
             if followed is None:
@@ -187,9 +189,8 @@ class Program:
                 if followed == "autograd":
                     return apply_recorded(spec, ordered, initial, extents)
                 return apply(spec, ordered, initial, extents, plain=True)
-        ordered, initial = self._arrange(named)
-        extents = self._extents(ordered, initial, sizes, out_shape)
-        return apply(spec, ordered, broadcast(initial, extents), extents)
+        ordered, initial, extents = self._checked(named, sizes, out_shape)
+        return apply(spec, ordered, initial, extents)
 
     def _into(
         self, out: Tensor, sizes: Mapping[str, int] | None, out_shape: Shape | None, named: Mapping[str, Tensor]
@@ -203,7 +204,7 @@ class Program:
         else:
             check_out(self.statement, out, named)
             shape = out_shape if out_shape is not None else self._out_shape
-            shape = shape_for(self.statement, out, {**self._sizes, **(sizes or {})}, shape)
+            shape = shape_for(self.statement, out, {**self.sizes, **(sizes or {})}, shape)
         return write_out(self.expression, out, self(sizes=sizes, out_shape=shape, tensors=named))
 
     def run_plain(self, ordered: Sequence[Tensor], out_shape: Shape, initial: Tensor | None = None) -> Tensor:
@@ -221,9 +222,9 @@ class Program:
         >>> product.run_plain((row, torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0]), col), (2,))
         tensor([20., 30.])
         """
-        calls = self._spec.calls
+        calls = self.spec.calls
         printed = calls.get((ordered[0].is_cuda, *map(dtype_of, ordered))) if calls and watched.get() is None else None
-        result = None if printed is None else printed.call(ordered, initial, self._sizes, out_shape)
+        result = None if printed is None else printed.call(ordered, initial, self.sizes, out_shape)
         if result is not None:
             return result
         with torch.no_grad():
@@ -239,7 +240,7 @@ class Program:
     @lru_cache(maxsize=1024)  # noqa: B019
     def writing(self, dtype: torch.dtype) -> Program:
         """Return the program with an output of another floating-point dtype than its factors'."""
-        return Program._of(self._spec.writing(dtype), self._sizes, self._out_shape)
+        return Program._of(self.spec.writing(dtype), self.sizes, self._out_shape)
 
     def _plain(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None] | None:
         """The tensors in the layout's order, and the initial value; `None` where one is out of the ordinary."""
@@ -271,32 +272,21 @@ class Program:
         named = {name: self._cast(value) for name, value in named.items()}
         initial = named.get(statement.output.name)
         ordered = [named[name] for name in self.names]
-        self._spec.check_kinds(ordered, initial)
+        self.spec.check_kinds(ordered, initial)
         return ordered, initial
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return to_autocast(tensor) if torch._C._is_any_autocast_enabled() and self.statement.is_product else tensor
 
-    def _extents(
-        self,
-        ordered: Sequence[Tensor],
-        initial: Tensor | None,
-        sizes: Mapping[str, int] | None,
-        out_shape: Shape | None,
-    ) -> Extents:
-        merged = {**self._sizes, **sizes} if sizes else self._sizes
+    def _checked(
+        self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None
+    ) -> tuple[list[Tensor], Tensor | None, Extents]:
+        """The tensors of any call, an initial value in the output's shape, and the sizes."""
+        ordered, initial = self._arrange(named)
+        merged = {**self.sizes, **sizes} if sizes else self.sizes
         shape = out_shape if out_shape is not None else self._out_shape
-        return resolve_extents(self.statement, ordered, initial, merged, shape)
-
-    @property
-    def spec(self) -> Spec:
-        """Everything but tensors and sizes."""
-        return self._spec
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Extents given at compile time."""
-        return self._sizes
+        extents = resolve_extents(self.statement, ordered, initial, merged, shape)
+        return ordered, broadcast(initial, extents), extents
 
     def grad(self, name: str) -> Program:
         """The derivative with respect to one factor, as a program of its own.
@@ -317,21 +307,21 @@ class Program:
         >>> Program("y[p] += x[2*p+r-1] * w[r]").grad("x")
         Program('dx[2*p+r-1] += dy[p] * w[r]', drop_outside=True)
         """
-        if self._spec.epilogue.activation is not None:
+        if self.spec.epilogue.activation is not None:
             raise InsumFormatError(
-                f"the derivative of a sum after {self._spec.epilogue.activation} is not one statement",
+                f"the derivative of a sum after {self.spec.epilogue.activation} is not one statement",
                 expression=self.expression,
                 fix="compile the statement without activation=, and pass it the gradient before the activation.",
             )
         statements = derivatives(self.statement, name).statements
         if len(statements) == 1:
-            spec = self._spec.with_statement(statements[0], drop_outside=True)
+            spec = self.spec.with_statement(statements[0], drop_outside=True)
             indices = spec.statement.indices()
-            return Program._of(spec, {name: size for name, size in self._sizes.items() if name in indices})
-        facts, static = dict(self._spec.facts), dict(self._spec.static)
+            return Program._of(spec, {name: size for name, size in self.sizes.items() if name in indices})
+        facts, static = dict(self.spec.facts), dict(self.spec.static)
         text = "\n".join(map(str, statements))
         several = StatementsProgram(
-            text, sizes=self._sizes, facts=facts, static=static, options=self.options, drop_outside=True
+            text, sizes=self.sizes, facts=facts, static=static, options=self.options, drop_outside=True
         )
         return cast(Program, several)
 
@@ -355,14 +345,11 @@ class Program:
         **named: Tensor,
     ) -> Tensor:
         """Run the statement by its definition: nested loops in float64 on the CPU. Slow; the oracle of every test."""
-        named = {**(tensors or {}), **named}
-        ordered, initial = self._arrange(named)
-        extents = self._extents(ordered, initial, sizes, out_shape)
-        check_extents(self.statement, ordered, extents, drop_outside=self._spec.drop_outside)
+        ordered, initial, extents = self._checked({**(tensors or {}), **named}, sizes, out_shape)
+        check_extents(self.statement, ordered, extents, drop_outside=self.spec.drop_outside)
         inputs = dict(zip(self.names, ordered, strict=True))
-        initial = broadcast(initial, extents)
-        total = interpret(self.statement, inputs, extents, initial, drop_outside=self._spec.drop_outside)
-        return self._spec.epilogue.activated(total)
+        total = interpret(self.statement, inputs, extents, initial, drop_outside=self.spec.drop_outside)
+        return self.spec.epilogue.activated(total)
 
     def explain(
         self,
@@ -386,7 +373,7 @@ class Program:
             An `Explanation`, whose `str()` is the text.
         """
         named = {**(tensors or {}), **named}
-        merged = {**self._sizes, **(sizes or {})}
+        merged = {**self.sizes, **(sizes or {})}
         shape = out_shape if out_shape is not None else self._out_shape
         about = partial(
             explain_call,
@@ -394,18 +381,16 @@ class Program:
             self.options,
             sizes=merged,
             out_shape=shape,
-            epilogue=self._spec.epilogue,
+            epilogue=self.spec.epilogue,
         )
         if not named:
-            return about(None, None, None, facts=dict(self._spec.facts))
-        ordered, initial = self._arrange(named)
-        extents = self._extents(ordered, initial, sizes, out_shape)
-        initial = broadcast(initial, extents)
+            return about(None, None, None, facts=dict(self.spec.facts))
+        ordered, initial, extents = self._checked(named, sizes, out_shape)
         if 0 in extents.indices:
-            return about(extents, None, (ordered, initial), facts=dict(self._spec.facts))
-        bound, program = prepare(self._spec, ordered, initial, extents)
+            return about(extents, None, (ordered, initial), facts=dict(self.spec.facts))
+        bound, program = prepare(self.spec, ordered, initial, extents)
         program = program if program.parts else in_names_of(program, bound)
-        seconds = median_seconds(partial(run_spec, self._spec, ordered, initial, extents)) if measure else None
+        seconds = median_seconds(partial(run_spec, self.spec, ordered, initial, extents)) if measure else None
         return about(extents, program, (ordered, initial), seconds, facts=bound.named_facts)
 
 

@@ -22,9 +22,6 @@ class Recorded(torch.autograd.Function):
     are differentiated in turn, are recorded.
     """
 
-    # After the call and an initial value, which is no factor.
-    first_operand = 2
-
     @staticmethod
     def forward(ctx: Any, call: Any, initial: Tensor | None, *tensors: Any) -> Any:
         ctx.call = call
