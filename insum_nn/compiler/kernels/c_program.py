@@ -17,7 +17,7 @@ Nothing of it depends on sizes or on index tensors, but for the extents that are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -49,6 +49,7 @@ __all__ = [
     "compiled_extents",
     "known_in_c",
     "limits_of_extents",
+    "unpacking",
 ]
 
 NOWHERE = 1 << 30
@@ -283,6 +284,12 @@ class CProgram:
         raise AssertionError("called before it was compiled")
 
 
+def unpacking(names: Iterable[Sequence[str]], lists: str) -> str:
+    """The line that names the numbers of some lists."""
+    text = "".join(f"({''.join(f'{name}, ' for name in each)}), " if each else "_, " for each in names)
+    return f"({text}) = {lists}"
+
+
 class _Printed:
     """The entry of the C text, and the lines of `body`."""
 
@@ -314,9 +321,7 @@ class _Printed:
             else texts(p.shape)
             for p in parts
         }
-        for name, all_of in (("extents", sizes), ("shapes", [shapes[n] for n in given])):
-            text = "".join(f"({''.join(f'{x}, ' for x in each)}), " if each else "_, " for each in all_of)
-            self.lines.append(f"({text}) = {name}")
+        self.lines += [unpacking(sizes, "extents"), unpacking([shapes[n] for n in given], "shapes")]
         read = {p.places[i] for p, k in zip(parts, kernels, strict=True) for i in _read(p, k)}
         used = {place for place in read if 0 <= place < NOWHERE}
         for n in sorted(used):

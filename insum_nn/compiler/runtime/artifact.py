@@ -35,7 +35,7 @@ from torch import Tensor
 
 from insum_nn.compiler.ir.canonical import messages_name
 from insum_nn.compiler.kernels.background import run_or_compile, shared
-from insum_nn.compiler.kernels.c_program import CProgram, Part, limits_of_extents
+from insum_nn.compiler.kernels.c_program import CProgram, Part, limits_of_extents, unpacking
 from insum_nn.compiler.kernels.c_structures import entries_of
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.sized import WIDE
@@ -432,7 +432,8 @@ class _Lines:
         self.text = [
             "def run(pool, extents, shapes, initial):",
             f"({''.join(f't{n}, ' for n in range(len(pool)))}) = pool",
-            *self.unpacked(),
+            unpacking([self.extents(number, step.spec) for number, step in enumerate(artifact.steps)], "extents"),
+            unpacking([sizes for _, sizes in sorted(self.shapes().items())], "shapes"),
             f"if {' or '.join(kinds)}:",
             "    return None",
             *reads,
@@ -446,13 +447,6 @@ class _Lines:
             "    made = body(pool, extents, shapes, initial)",
         ]
         return self
-
-    def unpacked(self) -> list[str]:
-        extents = [self.extents(number, step.spec) for number, step in enumerate(self.artifact.steps)]
-        text = "".join(f"({''.join(f'{e}, ' for e in each)}), " if each else "_, " for each in extents)
-        shapes = [sizes for _, sizes in sorted(self.shapes().items())]
-        made = "".join(f"({''.join(f'{e}, ' for e in each)}), " if each else "_, " for each in shapes)
-        return [f"({text}) = extents", f"({made}) = shapes"]
 
     @staticmethod
     def extents(number: int, spec: Spec) -> list[str]:

@@ -278,17 +278,14 @@ def apply(
     may_learn = traced and torch.is_grad_enabled()
     if spec.apart is not None and (may_learn or is_transformed() or _learned((*tensors, initial))):
         return _apart(spec, tensors, initial, extents)
+    call = Call(spec.graph, (extents.indices,), (extents.output,), plain and not inlined)
     if is_transformed() and not torch.compiler.is_compiling():
-        return _Transformed.apply(Call(spec.graph, (extents.indices,), (extents.output,)), initial, *tensors)  # type: ignore[no-any-return]
-    if inlined:
-        if not _learned((*tensors, initial)):
-            return inline(spec, tensors, initial, extents)
-        return Recorded.apply(Call(spec.graph, (extents.indices,), (extents.output,)), initial, *tensors)  # type: ignore[no-any-return]
-    if traced:
+        return _Transformed.apply(call, initial, *tensors)  # type: ignore[no-any-return]
+    if traced and not inlined:
         return _registered(spec, tensors, initial, extents)
     if _learned((*tensors, initial)):
-        return Recorded.apply(Call(spec.graph, (extents.indices,), (extents.output,), plain), initial, *tensors)  # type: ignore[no-any-return]
-    return run_spec(spec, tensors, initial, extents)
+        return Recorded.apply(call, initial, *tensors)  # type: ignore[no-any-return]
+    return (inline if inlined else run_spec)(spec, tensors, initial, extents)
 
 
 def apply_recorded(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:

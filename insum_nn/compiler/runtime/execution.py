@@ -465,9 +465,6 @@ def _find(key: CacheKey) -> Executable | None:
 
 def _cached(key: CacheKey, build: Callable[[], Executable]) -> Executable:
     """Return the program of a key, built once; nothing else waits while it is built."""
-    found = _find(key)
-    if found is not None:
-        return found
 
     def make() -> Executable:
         global _misses

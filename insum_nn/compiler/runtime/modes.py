@@ -152,17 +152,10 @@ def exceeds(extents: Sequence[int], limit: int) -> bool:
     Dynamo guards what it finds out of symbolic sizes, and compiles again where it no longer holds. Other graphs are for
     all sizes, of which only their bounds are known.
     """
-    symbolic = [extent for extent in extents if type(extent) is not int]
-    if any(extent >= limit for extent in extents if type(extent) is int):
-        return True
-    if not symbolic:
-        return False
-    open_ = [extent for extent in symbolic if not is_known(extent < limit)]
-    if not open_:
-        return False
-    if not _is_guarded() or any(extent.node.hint is None for extent in open_):  # type: ignore[attr-defined]
-        return True
-    return any(extent >= limit for extent in open_)
+    found = [extent for extent in extents if (extent >= limit if type(extent) is int else not is_known(extent < limit))]
+    if not _is_guarded() or any(type(extent) is not int and extent.node.hint is None for extent in found):  # type: ignore[attr-defined]
+        return bool(found)
+    return any(extent >= limit for extent in found)
 
 
 def may_be_empty(extents: Sequence[int]) -> bool:
@@ -233,11 +226,7 @@ def to_autocast(value: object) -> object:
     # What is no tensor is for the checks to judge.
     if not isinstance(value, Tensor):
         return value
-    # `product_dtype`, written out.
-    device = value.device.type
-    if value.dtype not in _CAST or device not in _DEVICES or not torch.is_autocast_enabled(device):
-        return value
-    dtype = torch.get_autocast_dtype(device)
+    dtype = product_dtype(value)
     return value if value.dtype is dtype else value.to(dtype)
 
 

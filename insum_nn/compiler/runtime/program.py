@@ -269,14 +269,12 @@ class Program:
         initial = named.get(statement.output.name)
         if len(named) != len(self.names) + (initial is not None) or not named.keys() >= set(self.names):
             check_names(statement.text, statement.tensors(), (statement.output.name,), named, statement)
-        named = {name: self._cast(value) for name, value in named.items()}
-        initial = named.get(statement.output.name)
+        if torch._C._is_any_autocast_enabled() and statement.is_product:
+            named = {name: to_autocast(value) for name, value in named.items()}
+            initial = named.get(statement.output.name)
         ordered = [named[name] for name in self.names]
         self.spec.check_kinds(ordered, initial)
         return ordered, initial
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return to_autocast(tensor) if torch._C._is_any_autocast_enabled() and self.statement.is_product else tensor
 
     def _checked(
         self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None
