@@ -333,7 +333,7 @@ class Artifact:
         firsts: dict[object, int] = {}
         count = len(self._written)
         for number, ((programs, read, sizes), step) in enumerate(zip(called, self.steps, strict=True)):
-            found = programs.in_c(read, sizes, number, step.places, step.output, count)
+            found = programs.in_c(*programs.decided(read, sizes), number, step.places, step.output, count)
             if found is None:
                 return _nothing_printed
             *before, last = found

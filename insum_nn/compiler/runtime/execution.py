@@ -207,12 +207,12 @@ class Executables:
 
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable:
         """Return what runs it at these sizes: its program, or those of the statements that it is cut into."""
-        tree, sizes = self._decided(tensors, extents)
+        tree, sizes = self.decided(tensors, extents)
         if tree.cut is None:
             return self.whole(extents)
         options, parts = self.options, tree.parts(self.bound, sizes, self.static)
         costs, reason = (total(parts, options), total((Part(self.bound, sizes, ""),), options)), "the statement runs as"
-        own = self._in_c(tree, sizes, 0, range(len(tensors)), 0, 1)
+        own = self.in_c(tree, sizes, 0, range(len(tensors)), 0, 1)
         found = own and c_program(own, (len(extents.indices),), len(tensors), options, extents, reason)
         if isinstance(found, Executable):
             reason = f"{reason} {len(parts)}, in one C function"
@@ -241,10 +241,10 @@ class Executables:
         static = self.static if self.bound.device_type == "cpu" else ()
         bound, tensors, extents = (self.bound, tensors, extents) if static else tiled(self.bound, tensors, extents)
         own = _executables_of(bound, replace(self.options, backend="eager"), self.bound.statement.text, static)
-        tree, sizes = own._decided(tensors, extents)
+        tree, sizes = own.decided(tensors, extents)
         moved, layout = total(tree.parts(bound, sizes, static), own.options).moved, bound.layout
         slices = 1 if static else math.ceil(moved / room)
-        at = max(own._divisible, key=extents.indices.__getitem__, default=-1) if slices > 1 else -1
+        at = max(own._divisible(), key=extents.indices.__getitem__, default=-1) if slices > 1 else -1
         whole, axes = (extents.indices[at], layout.written[at]) if at >= 0 else (1, ())
         if whole < slices:
             return None
@@ -272,7 +272,6 @@ class Executables:
                 result = made if result is None or start is not None else result.add_(made)
         return result
 
-    @cached_property
     def _divisible(self) -> list[int]:
         """The indices by whose slices it may be computed: they stand alone wherever they stand."""
         statement, layout = self.bound.statement, self.bound.layout
@@ -301,23 +300,18 @@ class Executables:
         return () if tree.cut is None else tree.parts(self.bound, sizes, self.static)
 
     def in_c(
-        self, tensors: Sequence[Tensor], extents: Extents, number: int, places: Sequence[int], output: int, made: int
+        self, tree: Tree, sizes: Sizes, number: int, places: Sequence[int], output: int, made: int
     ) -> tuple[CPart, ...] | None:
-        """The statements for a C function at these sizes; `None`: it may have none, or is cut where sizes decide.
+        """The statements for a C function; `None`: it may have none, or is cut where sizes decide.
 
         Args:
-            tensors: its tensors.
-            extents: its sizes.
+            tree: what is decided of it.
+            sizes: at these sizes.
             number: of the statement among those of the function.
             places: of its tensors among those of a call.
             output: the number of what it writes.
             made: the number of an intermediate tensor.
         """
-        return self._in_c(*self._decided(tensors, extents), number, places, output, made)
-
-    def _in_c(
-        self, tree: Tree, sizes: Sizes, number: int, places: Sequence[int], output: int, made: int
-    ) -> tuple[CPart, ...] | None:
         indices, cut = self.bound.layout.indices, tree.cut
         position = {name: (number, at) for at, name in enumerate(indices)}
         if cut is None:
@@ -349,7 +343,8 @@ class Executables:
         own = tuple([(number, at) for at in range(len(extents))])
         return CPart(replace(self._known, static=static), self.tables, tuple(places), output, own)
 
-    def _decided(self, tensors: Sequence[Tensor], extents: Extents) -> tuple[Tree, Sizes]:
+    def decided(self, tensors: Sequence[Tensor], extents: Extents) -> tuple[Tree, Sizes]:
+        """What is decided for a call, and its sizes."""
         sizes = sizes_of(self.bound, tensors, extents)
         return self._tree(sizes, tensors), sizes
 
