@@ -10,10 +10,10 @@ How the output is computed:
 2. `_Sums.in_modes` decides by what torch is doing. Under Dynamo and TorchScript the call becomes an operator that is
    registered at the end of this file. Else `multilinear` (`compiler/runtime/multilinear.py`) runs it, and records it
    for autograd as one node.
-3. `_Sums.run` computes the requested roles by `Roles`: several at once, or each by its `Role` (both in
-   `tensor_product_roles.py`).
-4. A `Role` has a step for each of its statements (`tensor_product_statement.py`), one for each group of paths that have
-   a mode and multiplicities in common. A step names the tensors that the statement reads and calls its `program`.
+3. `_Sums.run` computes the requested roles by a `Joint` or several (`tensor_product_roles.py`), each of which runs the
+   statements of one role or several: at once, or in order.
+4. A role has a statement (`tensor_product_statement.py`) for each group of paths that have a mode and multiplicities in
+   common. It names the tensors that it reads, and has a `program`.
 
 The gradients are the roles of the operands that need one: `multilinear` asks `_Sums.derivative` which sums
 these are, and continues at 2. Derivatives of a higher order go the same way again: the gradient of an operand of
@@ -23,7 +23,7 @@ sums by one kernel, or by two where none may be added up in memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from insum_nn.compiler.api import is_plain_eager, is_transformed, multilinear, without_autocast
 from insum_nn.ops.tensor_product_checks import check_operands
-from insum_nn.ops.tensor_product_roles import expressions, role_of, roles_of
+from insum_nn.ops.tensor_product_roles import expressions, joint_of, joints_of
 from insum_nn.ops.tensor_product_spec import TensorProductSpec, layout_of, others
 from insum_nn.ops.tensor_product_statement import Operands
 from insum_nn.tensor_cache import same_view
@@ -184,21 +184,18 @@ class _Sums(NamedTuple):
         """Return all that the statements of a call read."""
         return {**operands, **dict(zip(("Dst", "Src"), self.indices, strict=False))}
 
-    def key(self, operands: Factors) -> Hashable:
-        """Return what decides the shapes and dtypes of a call."""
-        kinds = tuple([(role, t.shape, t.dtype) for role, t in operands.items()])
-        edges = (self.indices[1].shape[0], self.indices[1].dtype) if self.indices else None
-        return kinds, edges, self.num_x, self.num_z, torch._C._get_deterministic_algorithms()
-
     def run(
         self, requested: Sequence[str], operands: Factors, initial: Tensor | None = None, *, plain: bool = False
     ) -> dict[str, Tensor]:
         some = next(iter(operands.values()))
         device, dtype = some.device, some.dtype
         read = self.reads(operands)
-        key = self.key(operands) if plain or is_plain_eager(*read.values()) else None
+        plain, rows = plain or is_plain_eager(*read.values()), self.rows
         with without_autocast(device):
-            return roles_of(layout_of(self.kind), requested, device, dtype)(read, self.rows, key)
+            found: dict[str, Tensor] = {}
+            for joint in joints_of(layout_of(self.kind), requested, device, dtype):
+                found |= joint(read, rows, plain=plain)
+        return found
 
     def totals(self, grads: Factors, requested: Sequence[str], operands: Factors) -> dict[str, Tensor]:
         layout = layout_of(self.kind)
@@ -209,8 +206,10 @@ class _Sums(NamedTuple):
             return {}
         some = next(iter(operands.values()))
         every = self.reads({**operands, **{f"g{left}": grad for left, grad in grads.items()}})
-        roles = roles_of(layout, requested, some.device, some.dtype, tuple(grads))
-        return roles.jointly(every, self.rows, self.key(operands))
+        found: dict[str, Tensor] = {}
+        for joint in joints_of(layout, requested, some.device, some.dtype, tuple(grads)):
+            found |= joint(every, self.rows, plain=True, in_order=False)
+        return found
 
     def in_modes(self, requested: str, operands: Factors, initial: Tensor | None = None) -> Tensor:
         factors = {role: operands[role] for role in others(requested)}
@@ -256,7 +255,7 @@ def _composite(spec: str, role: str, *operands: Any) -> Tensor:
 
 def _right(spec: str, y: Tensor, weight: Tensor) -> Tensor:
     with without_autocast(y.device):
-        return role_of(layout_of(spec), "b", y.device, y.dtype)({"y": y, "w": weight}, y.shape[0])
+        return joint_of(layout_of(spec), "b", y.device, y.dtype)({"y": y, "w": weight}, {"b": y.shape[0]})["b"]
 
 
 torch.library.impl("insum_nn::tensor_product_right", "CompositeImplicitAutograd", _right)

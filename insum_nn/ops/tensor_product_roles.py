@@ -1,15 +1,15 @@
-"""Run the statements of a tensor product's roles, one role at a time or several together."""
+"""Run the statements of a tensor product's roles: together where the compiler can, else one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from insum_nn.compiler.api import (
-    Artifact,
     StatementGraph,
     Step,
     fits_between,
@@ -20,221 +20,221 @@ from insum_nn.compiler.api import (
     watched,
 )
 from insum_nn.dtypes import is_widened
-from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of, others
-from insum_nn.ops.tensor_product_statement import FirstStep, Operands, Reader, Statement, statements_of
-from insum_nn.tensor_cache import insert
+from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of
+from insum_nn.ops.tensor_product_statement import Operands, Reader, Statement, statements_of
 
-__all__ = ["Role", "Roles", "Together", "expressions", "role_of", "roles_of"]
+__all__ = ["Joint", "expressions", "joint_of", "joints_of"]
 
-Sizes = tuple[int, ...]
-# What runs a kind of call, if anything, and the sizes of its statements and outputs.
-_Kind = tuple[Artifact | None, Sequence[Sizes], Sequence[Sizes]]
-# Kinds of calls that are kept ready.
-_LIMIT = 64
+# The statements of some roles in order, each with the role that it computes.
+Steps = Sequence[tuple[str, Statement]]
+# Columns of a piece on average, from which on a representation is put together piece by piece.
+_LONG_PIECES = 16
 
 
-class Role:
-    """Runs the statements of a role.
+class Joint:
+    """Runs the statements of one role or several: as one C function or kernel, or in order.
+
+    Args:
+        layout: of the tensor product.
+        roles: letters of `ROLES`.
+        steps: their statements.
+        device: of all tensors.
+        dtype: of the factors.
+        together: several may be one C function or kernel.
+        deterministic: a kernel of several is to give the same bits at every run.
 
     Attributes:
-        role: a letter of `ROLES`.
-        statements: its statements.
-        steps: what a call runs, in order.
-        first_width: numbers per row of the first steps' results.
-        count: tensors that its statements write.
+        roles: what it computes.
+        steps: what runs.
+        graph: the same as steps of one program, in which later ones read or add to what earlier ones wrote.
+        between: numbers per row of what its first steps make.
     """
 
     def __init__(
-        self, layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool
+        self,
+        layout: ProductLayout,
+        roles: Sequence[str],
+        steps: Steps,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        together: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        self.layout = layout
-        self.role = role
-        self.statements = statements_of(layout, role, staged=staged)
-        self.first_width = sum(s.first.width for s in self.statements if s.first is not None)
+        self.layout, self.roles, self.steps = layout, tuple(roles), steps
+        self.between = sum(step.width for _, step in steps if step.role == "g")
         self._device, self._dtype = device, dtype
-        self.steps = [step.put_on(device, dtype) for s in self.statements for step in s.in_order]
-        # One statement for each tensor that is written.
-        self._written: dict[Hashable, Statement] = {}
-        for statement in self.statements:
-            self._written.setdefault(statement.written, statement)
-        self.count = len(self._written)
-        several = len(self.statements) > self.count and paths_are_products(device)
-        # A sum of several statements is rounded once.
-        self._sums = torch.float32 if several and is_widened(dtype) else None
-        packed = [mul for mul in self._written if isinstance(mul, int)]
-        self._order = layout.unpacking(role, packed, device) if packed else None
-        self._widths = [statement.width for statement in self._written.values()]
-        self._pieces = _pieces(layout, [*self._written.values()]) if role == "w" else []
-
-    def __call__(self, operands: Operands, size: int, key: Hashable | None = None) -> Tensor:
-        """Return the role's tensor.
-
-        Args:
-            operands: of the call, those of `others(role)` among them.
-            size: rows of the result.
-            key: where nothing is to be recorded and no mode is active: what decides the shapes of all of these.
-        """
-        if self.first_width and not fits_between(size * self.first_width):
-            # The result of a first step would be too large.
-            whole = role_of(self.layout, self.role, self._device, self._dtype, staged=False)
-            return whole(operands, size, key)
-        results: dict[Hashable, Tensor] = {}
-        given = list(map(operands.__getitem__, others(self.role)))
-        traced = key is None and is_traced(*given)
-        for step in self.steps:
-            program, written, shape = step.program, step.written, step.out_shape(size)
-            tensors = [step.placed[name] if read is None else read(operands) for name, _, read in step.inputs]
-            if traced:
-                reads = zip(tensors, step.inputs, strict=True)
-                tensors = [graph_constant(tensor) if read is None else tensor for tensor, (_, _, read) in reads]
-            initial = results.get(written)
-            if initial is not None:
-                # Packed entries of one multiplicity have one or two axes of copies.
-                initial = initial.reshape(shape)
-            if self._sums is not None:
-                made = program.writing(self._sums)(tensors=program.named(tensors, None), out_shape=shape)
-                made = made if initial is None else made + initial
-            elif key is not None:
-                made = program.run_plain(tensors, shape, initial)
-            else:
-                made = program(tensors=program.named(tensors, initial), out_shape=shape)
-            if written == FirstStep.written:
-                operands[FirstStep.written] = made
-            else:
-                results[written] = made
-                operands.pop(FirstStep.written, None)
-        total = self.finish(list(results.values()), size, traced=traced)
-        return total if self._sums is None else total.to(self._dtype)
-
-    def finish(self, results: Sequence[Tensor], size: int, *, traced: bool = False) -> Tensor:
-        """Return the role's tensor, from those that the statements wrote, in their order."""
-        if self.role == "w":
-            return self._weights(results, size)
-        named = dict(zip(self._written, results, strict=True))
-        total = named.pop(None, None)
-        if self._order is not None:
-            flat = [result.flatten(1) for result in named.values()]
-            order, zero = self._order
-            if zero:
-                flat.append(flat[0].new_zeros(size, 1))
-            whole = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
-            if order is not None:
-                whole = whole.index_select(1, graph_constant(order) if traced else order)
-            total = whole if total is None else total + whole
-        if total is None:
-            return torch.zeros(size, *self.layout.shape(self.role), dtype=self._dtype, device=self._device)
-        return total
-
-    def _weights(self, results: Sequence[Tensor], size: int) -> Tensor:
-        """Return the gradient of the weights, put together path by path."""
-        spec = self.layout.spec
-        batch = () if spec.shared else (size,)
-        if not results:
-            return torch.zeros(*batch, spec.weight_numel, dtype=self._dtype, device=self._device)
-        flats = [each.reshape(*batch, width) for each, width in zip(results, self._widths, strict=True)]
-        if not self._pieces:
-            return flats[0]
-        zeros = flats[0].new_zeros(())
-        columns = [
-            zeros.expand(*batch, count) if at < 0 else flats[at].narrow(-1, first, count)
-            for at, first, count in self._pieces
-        ]
-        return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, -1)
-
-
-def _pieces(layout: ProductLayout, statements: Sequence[Statement]) -> list[tuple[int, int, int]]:
-    """Return the gradient of the weights as pieces of the statements' results: (statement, first column, columns).
-
-    Statement -1: zeros. No pieces: it is the first statement's result.
-    """
-    place: dict[int, tuple[int, int]] = {}
-    for number, statement in enumerate(statements):
-        paths = statement.group.paths
-        size = statement.width // len(paths)
-        place |= {path: (number, size * at) for at, path in enumerate(paths)}
-    pieces: list[tuple[int, int, int]] = []
-    for number, path in enumerate(layout.spec.paths):
-        if not path.weighted or not path.numel:
-            continue
-        source, first = place.get(number, (-1, 0))
-        if pieces and pieces[-1][0] == source and (source < 0 or sum(pieces[-1][1:]) == first):
-            _, before, count = pieces.pop()
-            pieces.append((source, before, count + path.numel))
-        else:
-            pieces.append((source, first, path.numel))
-    return [] if statements and pieces == [(0, 0, statements[0].width)] else pieces
-
-
-class Together:
-    """Steps of one role or several as one C function, or as one kernel of several outputs.
-
-    Args:
-        steps: each with its role.
-        deterministic: every run is to give the same bits.
-
-    Attributes:
-        roles: what they compute.
-        reason: how one kernel was decided on last, or why there is none; "" for C functions.
-    """
-
-    def __init__(self, steps: Sequence[tuple[str, FirstStep | Statement]], *, deterministic: bool) -> None:
-        self.roles = tuple(dict.fromkeys(role for role, _ in steps))
-        self._steps = steps
-        # Steps that write the same tensor add up.
-        numbers: dict[Hashable, int] = {}
+        # Statements that write the same tensor add up.
+        outputs: dict[Hashable, int] = {}
         slots: dict[Hashable, int] = {}
+        written: dict[str, dict[int, Statement]] = {role: {} for role in roles}
         self._tables: list[Any] = []
         self._reads: dict[int, Reader] = {}
-        self._statements: list[Step] = []
+        statements: list[Step] = []
         for number, (role, step) in enumerate(steps):
+            places: list[int] = []
             for name, meaning, read in step.inputs:
+                if isinstance(meaning, Statement):
+                    places.append(-1 - outputs[role, meaning])
+                    continue
                 if slots.setdefault(meaning, len(slots)) == len(self._tables):
                     self._tables.append(step.placed.get(name))
                     if read is not None:
                         self._reads[slots[meaning]] = read
-            output = numbers.setdefault((role, step.written), len(numbers))
-            places = [slots[meaning] for _, meaning, _ in step.inputs]
-            self._statements.append(Step.of(step.program.spec, places, output, number))
+                places.append(slots[meaning])
+            output = outputs.setdefault((role, step.written), len(outputs))
+            statements.append(Step.of(step.program.spec, places, output, number))
+            if step.role != "g":
+                written[role].setdefault(output, step)
+        self._results = {role: _Result(layout, role, own, device, dtype) for role, own in written.items()}
+        # A sum of several statements is rounded once.
+        adds = len(steps) > len(outputs) and paths_are_products(device) and is_widened(dtype)
+        self._sums = torch.float32 if adds else None
+        self._together = together and len(steps) > 1 and not adds
         fixed = {*slots.values()} - {*self._reads}
-        self._graph = StatementGraph(self._statements, deterministic=deterministic, fixed=fixed)
-        self._kinds: dict[Hashable, _Kind] = {}
-        self.reason = ""
+        self.graph = StatementGraph(statements, deterministic=deterministic, fixed=fixed)
 
-    def __call__(self, operands: Operands, rows: Mapping[str, int], key: Hashable) -> Sequence[Tensor] | None:
-        """Return the tensors that they write; `None`: they are to run one by one, or until one function is compiled."""
-        pool = list(self._tables)
+    def __call__(
+        self, operands: Operands, rows: Mapping[str, int], *, plain: bool = False, in_order: bool = True
+    ) -> dict[str, Tensor]:
+        """Return the tensors of its roles.
+
+        Args:
+            operands: of the call; "gx" is a gradient of `x`, which stands in its place.
+            rows: of each role.
+            plain: nothing is to be recorded, and no mode is active.
+            in_order: run the statements one after the other where there is nothing for all of them; else return none.
+        """
+        if self.between and not fits_between(self.between * rows[self.roles[0]]):
+            # The result of a first step would be too large.
+            (role,) = self.roles
+            return joint_of(self.layout, role, self._device, self._dtype, staged=False)(operands, rows, plain=plain)
+        traced = not plain and is_traced(*operands.values())
+        pool: list[Any] = [graph_constant(table) if traced and table is not None else table for table in self._tables]
         for slot, read in self._reads.items():
             pool[slot] = read(operands)
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kind(pool, rows)
-            insert(self._kinds, key, kind, _LIMIT)
-        artifact, extents, shapes = kind
-        if artifact is None:
-            return None
-        made = artifact.run(pool, extents, shapes, None)
-        self.reason = artifact.reason
-        return made
+        # Who asks which statements run is shown each.
+        together = plain and self._together and watched.get() is None
+        made = self._at_once(pool, rows) if together else None
+        if made is None and not in_order:
+            return {}
+        made = made or self._in_order(pool, rows, plain=plain)
+        return {role: result(made.__getitem__, rows[role], traced=traced) for role, result in self._results.items()}
 
-    def _kind(self, pool: Sequence[Tensor], rows: Mapping[str, int]) -> _Kind:
-        """Find the sizes of a kind of call."""
-        extents: list[Sizes] = []
-        outputs: dict[int, Sizes] = {}
-        for (role, step), (spec, places, output, _, _) in zip(self._steps, self._statements, strict=True):
+    def _at_once(self, pool: Sequence[Tensor], rows: Mapping[str, int]) -> Sequence[Tensor] | None:
+        """Run them as one C function or kernel; `None`: there is none, or it is not compiled yet."""
+        extents: list[tuple[int, ...]] = []
+        shapes: dict[int, tuple[int, ...]] = {}
+        for (role, step), (spec, places, output, _, _) in zip(self.steps, self.graph.steps, strict=True):
             tensors = list(map(pool.__getitem__, places))
             found = spec.agree(tensors, step.program.sizes, step.out_shape(rows[role]))
-            if found is None or outputs.setdefault(output, found.output) != found.output:
+            if found is None or shapes.setdefault(output, found.output) != found.output:
                 # What adds up are two views of one tensor.
-                return None, (), ()
+                return None
             extents.append(found.indices)
-        return self._graph.artifact(pool), extents, list(outputs.values())
+        artifact = self.graph.artifact(pool)
+        return artifact and artifact.run(pool, extents, list(shapes.values()), None)
+
+    def _in_order(self, pool: Sequence[Tensor], rows: Mapping[str, int], *, plain: bool) -> dict[int, Tensor]:
+        """Run statement after statement, each of which adds to what those before it made of the same tensor."""
+        made: dict[int, Tensor] = {}
+        for (role, step), (_, places, output, _, _) in zip(self.steps, self.graph.steps, strict=True):
+            program, shape, initial = step.program, step.out_shape(rows[role]), made.get(output)
+            # What a first step made is read once.
+            tensors = [pool[at] if at >= 0 else made.pop(-1 - at) for at in places]
+            if initial is not None:
+                # Packed entries of one multiplicity have one or two axes of copies.
+                initial = initial.reshape(shape)
+            if self._sums is not None:
+                part = program.writing(self._sums)(tensors=program.named(tensors, None), out_shape=shape)
+                made[output] = part if initial is None else part + initial
+            elif plain:
+                made[output] = program.run_plain(tensors, shape, initial)
+            else:
+                made[output] = program(tensors=program.named(tensors, initial), out_shape=shape)
+        return made
 
 
-def role_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True) -> Role:
-    """Return what runs a role; remembered. Without `staged` in one step always."""
-    staged = staged and role not in "wb" and not paths_are_products(device)
-    key = ("role", role, device, dtype, staged)
-    return layout.keep(key, lambda: Role(layout, role, device, dtype, staged=staged))
+class _Result:
+    """Puts a role together from what its statements wrote.
+
+    Args:
+        layout: of the tensor product.
+        role: a letter of `ROLES`.
+        written: the number of each of their outputs, and a statement that writes it.
+        device: of all tensors.
+        dtype: of the role.
+    """
+
+    def __init__(
+        self,
+        layout: ProductLayout,
+        role: str,
+        written: Mapping[int, Statement],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._shape, self._like = layout.shape(role), {"dtype": dtype, "device": device}
+        self._batched = role != "w" or not layout.spec.shared
+        self._whole = [output for output, statement in written.items() if statement.columns is None]
+        columns = {n: own for n, statement in written.items() if (own := statement.columns) is not None}
+        self._packed = [(output, own.size) for output, own in columns.items()]
+        # For each column which of these has it, none where it is zero, and where.
+        source, place = np.full(self._shape[0], len(columns)), np.zeros(self._shape[0], np.int64)
+        for number, own in enumerate(columns.values()):
+            source[own], place[own] = number, np.arange(own.size)
+        missing = source == len(columns)
+        starts = np.cumsum([0, *(own.size for own in columns.values())])
+        begins = np.flatnonzero((np.diff(source, prepend=-1) != 0) | ((np.diff(place, prepend=-1) != 1) & ~missing))
+        sizes = np.diff(begins, append=source.size)
+        self._pieces = [*zip(*(each.tolist() for each in (source[begins], place[begins], sizes)), strict=True)]
+        self._order: Tensor | None = None
+        if source.size < _LONG_PIECES * len(self._pieces):
+            self._order, self._gaps = torch.from_numpy(starts[source] + place).to(device), bool(missing.any())
+
+    def __call__(self, made: Callable[[int], Tensor], size: int, *, traced: bool) -> Tensor:
+        """Return the role's tensor, from the outputs by number."""
+        batch = (size,) if self._batched else ()
+        parts = list(map(made, self._whole))
+        if self._packed:
+            parts.append(self._unpacked([made(at).reshape(*batch, width) for at, width in self._packed], traced=traced))
+        if not parts:
+            return torch.zeros(*batch, *self._shape, **self._like)
+        return (parts[0] if len(parts) == 1 else parts[0] + parts[1]).to(self._like["dtype"])
+
+    def _unpacked(self, packed: Sequence[Tensor], *, traced: bool) -> Tensor:
+        """Return a representation, or the weights, of what the statements wrote: pieces of these, and zeros."""
+        if len(self._pieces) == 1:
+            return packed[0]
+        zero = packed[0].new_zeros(())
+        if self._order is not None:
+            gap = [zero.expand(*packed[0].shape[:-1], 1)] if self._gaps else []
+            whole = torch.cat([*packed, *gap], -1) if len(packed) + len(gap) > 1 else packed[0]
+            return whole.index_select(-1, graph_constant(self._order) if traced else self._order)
+        return torch.cat(
+            [
+                packed[at].narrow(-1, first, count) if at < len(packed) else zero.expand(*packed[0].shape[:-1], count)
+                for at, first, count in self._pieces
+            ],
+            -1,
+        )
+
+
+def _steps_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool) -> Steps:
+    """Return the statements of a role in order, on a device."""
+    found = statements_of(layout, role, staged=staged and role not in "wb" and not paths_are_products(device))
+    return [(role, step.put_on(device, dtype)) for each in found for step in (each.first, each) if step is not None]
+
+
+def joint_of(
+    layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True
+) -> Joint:
+    """Return what runs one role statement by statement; remembered. Without `staged` in one step always."""
+
+    def build() -> Joint:
+        return Joint(layout, role, _steps_of(layout, role, device, dtype, staged=staged), device, dtype)
+
+    return layout.keep(("role", role, device, dtype, staged), build)
 
 
 def expressions(
@@ -249,96 +249,18 @@ def expressions(
         staged: such statements; without, those that run where the first one's result takes too much memory.
     """
     device = torch.device("cpu") if device is None else device
-    found = role_of(layout_of(spec.to_json()), role, device, torch.float32, staged=staged)
-    return tuple(step.expression for step in found.steps)
+    found = joint_of(layout_of(spec.to_json()), role, device, torch.float32, staged=staged)
+    return tuple(step.expression for _, step in found.steps)
 
 
-class Roles(NamedTuple):
-    """Runs some roles of a spec: together where the compiler can, else one by one.
-
-    Attributes:
-        sources: what runs each role by itself.
-        joint: what is computed together.
-    """
-
-    sources: Mapping[str, Role]
-    joint: Sequence[Together]
-
-    def __call__(self, operands: Operands, rows: Mapping[str, int], key: Hashable | None) -> dict[str, Tensor]:
-        """Return the tensors of all roles.
-
-        Args:
-            operands: of the call.
-            rows: of each role.
-            key: as of a role.
-        """
-        # Who asks which statements run is shown each.
-        found = {} if key is None or watched.get() is not None else self.jointly(operands, rows, key)
-        for role, source in self.sources.items():
-            if role not in found:
-                found[role] = source(operands, rows[role], key)
-        return found
-
-    def jointly(self, operands: Operands, rows: Mapping[str, int], key: Hashable) -> dict[str, Tensor]:
-        """Return the tensors of those that are computed together.
-
-        Args:
-            operands: of the call; "gx" is a gradient of `x`, which stands in its place.
-            rows: of each role.
-            key: what decides the shapes, dtypes and devices of all these: they are plain, and no mode is active.
-        """
-        found: dict[str, Tensor] = {}
-        for joint in self.joint:
-            made = joint(operands, rows, key)
-            if made is None:
-                continue
-            at = 0
-            for role in joint.roles:
-                source = self.sources[role]
-                found[role] = source.finish(made[at : at + source.count], rows[role])
-                at += source.count
-        return found
-
-
-def _together(
-    spec: TensorProductSpec, sources: Mapping[str, Role], grads: Sequence[str], device: torch.device, dtype: torch.dtype
-) -> list[Together]:
-    """Return what computes several roles at once."""
-    steps = [(role, step) for role, source in sources.items() for step in source.steps]
-    fixed = torch.are_deterministic_algorithms_enabled() or spec.options.deterministic
-    if paths_are_products(device):
-        # Sums of several statements are made together by one kernel alone.
-        sets = [] if grads else [steps]
-    elif not spec.convolution or any(source.first_width for source in sources.values()):
-        sets = []
-    else:
-        # One kernel walks the entries of an index tensor: it makes their rows, and the rows that they name.
-        names = [role for role, source in sources.items() if source.steps and (role != "w" or not spec.shared)]
-        apart = fixed
-        if grads:
-            if any(len(source.steps) != 1 for source in sources.values()):
-                return []
-            pairs = [(sources[role], left) for left in grads for role in sources if role != left]
-            steps = [(own.role, own.statements[0].of_gradient(left).put_on(device, dtype)) for own, left in pairs]
-            cells = [source.statements[0].cells for source in sources.values()]
-            apart = fixed or not fits_both_ends(max(cells), dtype)
-        # By name, so that the choice does not depend on the order in which roles are requested.
-        others = sorted({"x", "z"}.intersection(names))[1:] if apart else []
-        kernels = [[name for name in names if name not in others], others]
-        sets = [[each for each in steps if each[0] in kernel] for kernel in kernels]
-        if not grads:
-            sets = [each for each in sets[:1] if len(each) == len(kernels[0])]
-    return [Together(each, deterministic=fixed) for each in sets if len(each) > 1]
-
-
-def roles_of(
+def joints_of(
     layout: ProductLayout,
     requested: Sequence[str],
     device: torch.device,
     dtype: torch.dtype,
     grads: tuple[str, ...] = (),
-) -> Roles:
-    """Return what runs some roles; remembered.
+) -> list[Joint]:
+    """Return what computes some roles, those first that are computed together; remembered.
 
     Args:
         layout: of the tensor product.
@@ -346,12 +268,39 @@ def roles_of(
         device: of all tensors.
         dtype: of the factors.
         grads: roles whose gradients are given. Then each requested role is a sum, over these, of what it is with such a
-            gradient in the operand's place: a gradient of gradients.
+            gradient in the operand's place: a gradient of gradients. Only what is computed together is returned.
     """
+    deterministic = torch._C._get_deterministic_algorithms() or layout.spec.options.deterministic
 
-    def build() -> Roles:
-        sources = {role: role_of(layout, role, device, dtype) for role in requested}
-        return Roles(sources, _together(layout.spec, sources, grads, device, dtype))
+    def joint(roles: Sequence[str], steps: Steps) -> Joint:
+        own = [each for each in steps if each[0] in roles]
+        return Joint(layout, roles, own, device, dtype, together=True, deterministic=deterministic)
 
-    key = ("roles", tuple(requested), grads, device, dtype, torch._C._get_deterministic_algorithms())
-    return layout.keep(key, build)
+    def build() -> list[Joint]:
+        single = {role: joint_of(layout, role, device, dtype) for role in requested}
+        if paths_are_products(device):
+            # Gradients of gradients are made together by one kernel alone.
+            return [] if grads else [joint(requested, [each for own in single.values() for each in own.steps])]
+        spec, together, others = layout.spec, list[str](), list[str]()
+        steps = {role: statement for role, own in single.items() for _, statement in own.steps}
+        once = {role for role, own in single.items() if len(own.steps) == 1}
+        if spec.convolution and not any(own.between for own in single.values()):
+            # One kernel walks the entries of an index tensor: it makes their rows, and the rows that they name.
+            together = [role for role in steps if role != "w" or not spec.shared]
+            cells = max((statement.cells for statement in steps.values()), default=0)
+            apart = deterministic or (bool(grads) and not fits_both_ends(cells, dtype))
+            # By name, so that the choice does not depend on the order in which roles are requested.
+            others = sorted({"x", "z"}.intersection(together))[1:] if apart else []
+            together = [role for role in together if role not in others]
+        if grads:
+            if not together or len(once) < len(single):
+                return []
+            pairs = [(role, left) for left in grads for role in steps if role != left]
+            made = [(role, steps[role].of_gradient(left).put_on(device, dtype)) for role, left in pairs]
+            return [joint(each, made) for each in (together, others) if each]
+        if len(together) < 2 or not once.issuperset(together):
+            together = []
+        rest = [own for role, own in single.items() if role not in together]
+        return [joint(together, [*steps.items()]), *rest] if together else rest
+
+    return layout.keep(("roles", tuple(requested), grads, device, dtype, deterministic), build)

@@ -12,7 +12,7 @@ over the output's copies and `z` over samples: `Z[z,K[p,w]]`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -149,7 +149,7 @@ class ProductLayout:
         self.spec = spec
         self._kept: dict[tuple[object, ...], Any] = {}
         self.entries = {"x": spec.in1, "y": spec.in2, "z": spec.out}
-        self.dims = {role: dimension(entries) for role, entries in self.entries.items()}
+        self.dims = {role: dimension(entries) for role, entries in self.entries.items()} | {"w": spec.weight_numel}
         self.starts = {role: offsets(entries) for role, entries in self.entries.items()}
         self.weight_starts = weight_offsets(spec.paths)
 
@@ -162,7 +162,7 @@ class ProductLayout:
         return found
 
     def shape(self, role: str) -> tuple[int, ...]:
-        """Return the shape of a sample's `x`, `y`, `z` or `b`."""
+        """Return the shape of a sample's tensor of a role, or of `b`."""
         return tuple(self.dims[each] for each in ("xz" if role == "b" else role))
 
     @cached_property
@@ -222,18 +222,6 @@ class ProductLayout:
             return start, torch.from_numpy(order).to(device)
 
         return self.keep(("pack", role, mul, device), build)
-
-    def unpacking(self, role: str, muls: Sequence[int], device: torch.device) -> tuple[Tensor | None, bool]:
-        """Return how packed entries of some multiplicities, side by side, become a representation.
-
-        Returns:
-            A selection of columns (`None`: all, in order), and whether it reads a column of zeros after the last.
-        """
-        packed = np.concatenate([self.packed_columns(role, mul) for mul in muls])
-        order = np.full(self.dims[role], packed.size)
-        order[packed] = np.arange(packed.size)
-        zero = packed.size < order.size
-        return None if np.array_equal(order, np.arange(packed.size)) else torch.from_numpy(order).to(device), zero
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:

@@ -13,11 +13,10 @@ is the matrix that maps `X` to `Z`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,13 +39,13 @@ from insum_nn.ops.tensor_product_spec import NUMBER, Group, ProductLayout, other
 from insum_nn.structure.clebsch_gordan import nonzeros
 
 __all__ = [
-    "FirstStep",
     "Operands",
     "Reader",
     "Statement",
     "Terms",
     "UnsupportedModeError",
     "statements_of",
+    "terms_of",
 ]
 
 # The table of an operand's cells or components.
@@ -58,8 +57,8 @@ _STATIC = IndexFacts(masked=False, proven=True)
 _ENDS = {"Dst": IndexFacts(masked=False), "Src": IndexFacts(masked=False)}
 
 Integers = NDArray[np.int64]
-# What a call reads: operands by role ("gx" is a gradient of `x`, in its place), the edges' ends "Dst" and "Src", the
-# first step's result "G", and what has been packed, by operand and multiplicity.
+# What a call reads: operands by role ("gx" is a gradient of `x`, in its place), the edges' ends "Dst" and "Src", and
+# what has been packed, by operand and multiplicity.
 Operands = dict[Hashable, Tensor]
 # Makes a tensor of a statement of what a call reads.
 Reader = Callable[[Operands], Tensor]
@@ -69,56 +68,45 @@ class UnsupportedModeError(InsumError, NotImplementedError):
     """A connection mode has no `right`; also a `NotImplementedError`, which e3nn raises here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The coefficients of a group, those that add to one cell of a role together.
-
-    Attributes:
-        value: (p,) coefficients, with their paths' normalisation.
-        path: (p,) numbers of their paths in the group.
-        component: (3, p) components of x, y and z, counted through all entries of one multiplicity.
-    """
-
-    value: NDArray[np.float64]
-    path: Integers
-    component: Integers
-
-    @staticmethod
-    def of(layout: ProductLayout, group: Group, role: str) -> Terms:
-        """Return the coefficients of a group."""
-        parts: list[Terms] = []
-        for number, path in enumerate(layout.spec.paths[n] for n in group.paths):
-            index, value = nonzeros(*(layout.entry(operand, path).l for operand in "xyz"))
-            first = [layout.components[operand][path.ends[NUMBER[operand]]] for operand in "xyz"]
-            own = np.full(value.size, number, np.int64)
-            parts.append(Terms(value * path.coefficient, own, index + np.array(first)[:, None]))
-        whole = Terms(*(np.concatenate([getattr(t, name) for t in parts], -1) for name in Terms.__slots__))
-        order = whole.path if role == "w" else whole.component[NUMBER.get(role, 2)]
-        return whole.select(np.lexsort((whole.path, order)))
-
-    def select(self, which: Integers | slice) -> Terms:
-        """Return a part of them."""
-        return Terms(*(getattr(self, name)[..., which] for name in Terms.__slots__))
-
-    def parts(self, most: int) -> Iterator[Terms]:
-        """Yield all of them in parts of at most `most`."""
-        for start in range(0, self.value.size, most):
-            yield self.select(slice(start, start + most))
+# Coefficients: their value with their path's normalisation, the number of that path in its group, and the components of
+# x, y and z, counted through all entries of one multiplicity.
+Terms = NDArray[Any]
+_TERM = np.dtype([("value", np.float64), ("path", np.int64), ("component", np.int64, 3)])
 
 
-class _Tables:
-    """A compiled statement and its static tables.
+def terms_of(layout: ProductLayout, group: Group, role: str) -> Terms:
+    """Return the coefficients of a group, those that add to one cell of a role together."""
+    parts: list[Terms] = []
+    for number, path in enumerate(layout.spec.paths[n] for n in group.paths):
+        index, value = nonzeros(*(layout.entry(operand, path).l for operand in "xyz"))
+        first = [layout.components[operand][path.ends[NUMBER[operand]]] for operand in "xyz"]
+        parts.append(part := np.empty(value.size, _TERM))
+        part["value"], part["path"], part["component"] = value * path.coefficient, number, index.T + first
+    whole = np.concatenate(parts)
+    order = whole["path"] if role == "w" else whole["component"][:, NUMBER.get(role, 2)]
+    return whole[np.lexsort((whole["path"], order))]
+
+
+class Statement:
+    """A compiled statement of a role and its static tables.
 
     Attributes:
         layout: where the spec's numbers lie.
+        role: a letter of `ROLES`, "b", or "g": the first step to a role; see `_first_step`.
         group: the paths that it computes.
         packed: it reads packed operands.
+        first: the statement of `G`, which it reads in place of the weights and the operand that that one reads.
+        operand: of a first step, the one that it reads.
         tables: its static tables, by name.
         placed: these on the device of a call, in its dtype.
         inputs: in the order of the program's tensors a name, what stands for such a tensor in all statements, and what
-            makes it of a call's operands; `None` for tables.
+            makes it of a call's operands; `None` for tables, and for what a first step made, for which that stands.
         read_weight: what it reads of the weights, (numel,) or (z, numel).
-        reads: what each of its tensors is made of: an operand, an end of the edges, or the first step's result `G`.
+        reads: what each of its tensors is made of: an operand, or an end of the edges.
+        written: which tensor it adds to: one for all that write the representation itself, for packed results one for
+            each multiplicity, for weights one for each group.
+        columns: where that tensor's numbers of a row stand in the role's; `None`: it is the role's.
+        cells: of a row that nodes name, those of one copy that it adds to.
         expression: the statement.
         program: compiled.
     """
@@ -128,23 +116,89 @@ class _Tables:
     placed: Mapping[str, Tensor]
     inputs: list[tuple[str, Hashable, Reader | None]]
     read_weight: Callable[[Tensor], Tensor]
-    # A row of the result, and whether it has a row for each sample, edge or node.
-    _row: tuple[int, ...]
-    _batched = True
+    columns: Integers | None = None
+    cells = 0
 
-    def __init__(self, layout: ProductLayout, group: Group, *, packed: bool) -> None:
-        self.layout = layout
-        self.group = group
-        self.packed = packed
+    def __init__(
+        self,
+        layout: ProductLayout,
+        role: str,
+        group: Group,
+        terms: Terms,
+        *,
+        packed: bool,
+        in_place: bool = False,
+        operand: str = "",
+        first: tuple[Statement, Integers] | None = None,
+    ) -> None:
+        self.layout, self.role, self.group, self.packed, self.operand = layout, role, group, packed, operand
+        self.first, place = first or (None, terms["path"])
         self.tables: dict[str, Tensor] = {}
-        self.reads = {name: name for name in ("Dst", "Src", "G")}
+        self.reads = {name: name for name in ("Dst", "Src")}
+        self.written: Hashable = None
+        factors: list[str] = []
+        if role != "g":
+            self.tables["CG"] = torch.from_numpy(terms["value"].copy())
+            factors.append("CG[p]")
+        for each in f"{operand}w" if role == "g" else others(role):
+            if self.first is not None and each in f"{self.first.operand}w":
+                continue
+            if each != "w":
+                factors.append(self._read(each, terms))
+            elif group.weighted:
+                factors.append(self._weights(terms["path"]))
+        if self.first is not None:
+            self.tables["P"] = torch.from_numpy(place)
+            factors.append(_join("G", [*self._rows("y"), "P[p]", *self.first.letters]))
+        name, several = f"{'' if role == 'z' else 'd'}{role.upper()}", len(group.paths) > 1
+        repeated: list[str] = []
+        # A row of the result, and whether it has a row for each sample, edge or node.
+        self._row: tuple[int, ...] = layout.shape("" if role == "g" else role)
+        self._batched = role != "w" or not layout.spec.shared
+        if role == "g":
+            result = _join("G", [*self._rows("y"), "p", *self.letters])
+            self._row, self.written = (terms.size, *(group.extents[x] for x in self.letters)), self
+        elif role == "w":
+            if several:
+                self.tables["R"] = torch.from_numpy(terms["path"].copy())
+            result = _join(name, [*self._rows("w"), *(["R[p]"] if several else []), *group.letters("w")])
+            self._row, self.written = (*((len(group.paths),) if several else ()), *group.shape("w")), group.paths
+            starts = [(layout.weight_starts[path], layout.spec.paths[path].numel) for path in group.paths]
+            self.columns = np.concatenate([np.arange(start, start + size) for start, size in starts])
+        elif role == "b":
+            result = _join("B", [*self._rows("y"), *(self._cells(each, terms) for each in "xz")])
+        else:
+            result = self._access(name, role, terms, packed=not in_place)
+            if role != "y":
+                self.cells = np.unique(terms["component"][:, NUMBER[role]]).size
+            if not in_place:
+                mul = group.muls[NUMBER[role]]
+                self.columns, self.written = layout.packed_columns(role, mul), mul
+                self._row = (self.columns.size // mul, *group.shape(role))
+                # A packed result repeats along multiplicities that no factor has.
+                read = set("".join(group.letters(x) for x in others(role) if x != "w" or group.weighted))
+                repeated = [x for x in group.letters(role) if x not in read]
+        self._compile(f"{result} += {' * '.join(factors)}", {x: group.extents[x] for x in repeated})
+
+    @property
+    def letters(self) -> str:
+        """The multiplicity indices of what a first step makes."""
+        return "".join(x for x in self.group.letters("w") if x not in self.group.letters(self.operand))
+
+    def of_gradient(self, operand: str) -> Statement:
+        """Return the same with the gradient of an operand in its place, under a name of its own."""
+        other = copy(self)
+        name = next(name for name, read in self.reads.items() if read == operand)
+        other.reads = {**self.reads, f"g{name}": f"g{operand}"}
+        other._compile(self.expression.replace(f" * {name}[", f" * g{name}["), self._sizes)
+        return other
 
     def _access(self, name: str, operand: str, terms: Terms, *, packed: bool) -> str:
         """Return the access to an operand's cells, whose table it makes."""
         if not packed:
             return _join(name, [*self._rows(operand), self._cells(operand, terms)])
         letters, table = self.group.letters(operand), _TABLE[operand]
-        self.tables[table] = torch.from_numpy(terms.component[NUMBER[operand]].copy())
+        self.tables[table] = torch.from_numpy(terms["component"][:, NUMBER[operand]].copy())
         if self.group.mode.pairs and operand in "xy":
             letters = ["U[n]" if operand == "x" else "V[n]"]
         return _join(name, [*self._rows(operand), f"{table}[p]", *letters])
@@ -153,7 +207,7 @@ class _Tables:
         """Return the subscript of a representation's cells, whose table it makes."""
         letters, at, table = self.group.letters(operand), NUMBER[operand], _TABLE[operand]
         mul = self.group.muls[at]
-        cells = self.layout.packed_columns(operand, mul).reshape(-1, mul)[terms.component[at]]
+        cells = self.layout.packed_columns(operand, mul).reshape(-1, mul)[terms["component"][:, at]]
         self.tables[table] = torch.from_numpy(cells.reshape(-1, *[self.group.extents[x] for x in letters]))
         return _join(table, ["p", *letters])
 
@@ -211,6 +265,8 @@ class _Tables:
         """Return what tells one of its tensors from others, and what makes it of a call's operands."""
         if name in self.tables:
             return (self, name), None
+        if name == "G":
+            return self.first, None
         operand = self.reads[name]
         role = operand[-1]
         if role == "w":
@@ -267,8 +323,8 @@ class _Tables:
         return (size, *self._row) if self._batched else self._row
 
 
-class FirstStep(_Tables):
-    """The product of one operand and the weights, the first of two steps to another operand's role.
+def _first_step(layout: ProductLayout, role: str, group: Group, terms: Terms, *, packed: bool) -> tuple[Statement, Any]:
+    """Return the product of one operand and the weights, the first of two steps to another operand's role.
 
         G[z,p,u,v] += dZ[z,K[p,w]] * W[L[p],u,v,w]     to the gradient of `y`
         G[z,p,u,w] += Y[z,J[p,v]] * W[L[p],u,v,w]      to the output and the gradient of `x`
@@ -279,102 +335,13 @@ class FirstStep(_Tables):
     copies), 414 : 43 (lmax 1, 64), 1115 : 232 (lmax 2, 64); to the output of 1,000 samples 221 : 199 (lmax 2, 32) and
     1447 : 1158 (lmax 2, 64), with 32 scalars in `y` 140 : 70.
 
-    Attributes:
-        operand: whose product it is; a letter of `ROLES`.
-        terms: the coefficients of the second step.
-        place: their pairs.
+    Returns:
+        It, and for each of the second step's terms the pair.
     """
-
-    written: Hashable = "G"
-
-    def __init__(self, layout: ProductLayout, role: str, group: Group, *, packed: bool) -> None:
-        super().__init__(layout, group, packed=packed)
-        self.operand = _OF_FIRST[role]
-        self.terms = terms = Terms.of(layout, group, role if role != "y" else "z")
-        pairs = np.stack([terms.path, terms.component[NUMBER[self.operand]]])
-        _, first, self.place = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
-        pair = terms.select(first)
-        read = [self._read(self.operand, pair), self._weights(pair.path)]
-        summed = group.letters(self.operand)
-        self.letters = [x for x in group.letters("w") if x not in summed]
-        self._row = (first.size, *(group.extents[x] for x in self.letters))
-        self._compile(f"{_join('G', [*self._rows('y'), 'p', *self.letters])} += {' * '.join(read)}", {})
-
-
-class Statement(_Tables):
-    """A role's statement.
-
-    Attributes:
-        written: which tensor it adds to: one for all that write the representation itself, for packed results one for
-            each multiplicity, for weights one for each group.
-        first: the statement of `G`, which it reads in place of the weights and the operand that that one reads.
-        cells: of a row that nodes name, those of one copy that it adds to.
-    """
-
-    cells = 0
-
-    def __init__(
-        self,
-        layout: ProductLayout,
-        role: str,
-        group: Group,
-        terms: Terms,
-        *,
-        packed: bool,
-        in_place: bool,
-        first: FirstStep | None = None,
-    ) -> None:
-        super().__init__(layout, group, packed=packed)
-        self.first = first
-        self.tables["CG"] = torch.from_numpy(terms.value)
-        factors = ["CG[p]"]
-        for operand in others(role):
-            if operand != "w" and (first is None or operand != first.operand):
-                factors.append(self._read(operand, terms))
-            elif operand == "w" and group.weighted and first is None:
-                factors.append(self._weights(terms.path))
-        if first is not None:
-            self.tables["P"] = torch.from_numpy(first.place.reshape(-1))
-            factors.append(_join("G", [*self._rows("y"), "P[p]", *first.letters]))
-        name = f"{'' if role == 'z' else 'd'}{role.upper()}"
-        if role == "w":
-            several = len(group.paths) > 1
-            if several:
-                self.tables["R"] = torch.from_numpy(terms.path)
-            result = _join(name, [*self._rows("w"), *(["R[p]"] if several else []), *group.letters("w")])
-            self._row = (*((len(group.paths),) if several else ()), *group.shape("w"))
-            self.written: Hashable = group.paths
-        elif role == "b":
-            result = _join("B", [*self._rows("y"), *(self._cells(operand, terms) for operand in "xz")])
-            self._row, self.written = layout.shape(role), None
-        else:
-            result = self._access(name, role, terms, packed=not in_place)
-            mul = group.muls[NUMBER[role]]
-            if role != "y":
-                self.cells = np.unique(terms.component[NUMBER[role]]).size
-            if in_place:
-                self._row, self.written = layout.shape(role), None
-            else:
-                self._row = (layout.packed_columns(role, mul).size // mul, *group.shape(role))
-                self.written = mul
-        self._batched = role != "w" or not layout.spec.shared
-        # A packed result repeats along multiplicities that no factor has.
-        read = set("".join(group.letters(x) for x in others(role) if x != "w" or group.weighted))
-        repeated = [] if in_place else [x for x in group.letters(role) if x not in read]
-        self._compile(f"{result} += {' * '.join(factors)}", {x: group.extents[x] for x in repeated})
-
-    def of_gradient(self, operand: str) -> Statement:
-        """Return the same with the gradient of an operand in its place, under a name of its own."""
-        other = copy(self)
-        name = next(name for name, read in self.reads.items() if read == operand)
-        other.reads = {**self.reads, f"g{name}": f"g{operand}"}
-        other._compile(self.expression.replace(f" * {name}[", f" * g{name}["), self._sizes)
-        return other
-
-    @property
-    def in_order(self) -> tuple[FirstStep | Statement, ...]:
-        """The first step, where there is one, and this statement."""
-        return (self,) if self.first is None else (self.first, self)
+    operand = _OF_FIRST[role]
+    pairs = np.stack([terms["path"], terms["component"][:, NUMBER[operand]]])
+    _, first, place = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+    return Statement(layout, "g", group, terms[first], packed=packed, operand=operand), place.reshape(-1)
 
 
 def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> list[Statement]:
@@ -391,16 +358,17 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
     groups = [group for group in layout.groups if role != "w" or group.weighted]
     found: list[Statement] = []
     for group in groups:
-        terms = Terms.of(layout, group, role)
+        terms = terms_of(layout, group, role)
         # Along edges, for pairs of copies, and for large tables.
-        large = min(terms.value.size, MOST_TERMS) * _most_copies(group) > MOST_CELLS
+        large = min(terms.size, MOST_TERMS) * _most_copies(group) > MOST_CELLS
         most, packed = MOST_TERMS, role != "b" and (layout.spec.convolution or group.mode.pairs or large)
         # Packing rows that are written once does not pay; with modes that mix multiplicities it does.
-        once = role == "z" and len(groups) == 1 and terms.value.size <= MOST_TERMS and layout.spec.convolution
+        once = role == "z" and len(groups) == 1 and terms.size <= MOST_TERMS and layout.spec.convolution
         in_place = not packed or (once and not group.mode.mixes and len(group.letters("z")) == 1)
         if staged and _in_steps(layout, role, group, terms):
-            first = FirstStep(layout, role, group, packed=packed)
-            found.append(Statement(layout, role, group, first.terms, packed=packed, in_place=in_place, first=first))
+            terms = terms_of(layout, group, "z" if role == "y" else role)
+            first = _first_step(layout, role, group, terms, packed=packed)
+            found.append(Statement(layout, role, group, terms, packed=packed, in_place=in_place, first=first))
         else:
             if role == "b":
                 if group.mode.pairs:
@@ -408,7 +376,7 @@ def statements_of(layout: ProductLayout, role: str, *, staged: bool = False) -> 
                     details, message = ["its pairs couple the copies of both inputs"], "right() is not defined for mode"
                     raise UnsupportedModeError(f"{message} {mode!r}", details=details, fix="call forward.", mode=mode)
                 most = max(1, min(most, MOST_CELLS // _most_copies(group)))
-            parts = terms.parts(most)
+            parts = [terms[start : start + most] for start in range(0, terms.size, most)]
             found += [Statement(layout, role, group, part, packed=packed, in_place=in_place) for part in parts]
     return found
 
@@ -419,7 +387,7 @@ def _in_steps(layout: ProductLayout, role: str, group: Group, terms: Terms) -> b
     # Each sample's own weights are read once, so there is no matrix product.
     if not (group.weighted and mode.mixes and not mode.pairs and layout.spec.shared) or role in "wb":
         return False
-    if terms.value.size > MOST_TERMS:
+    if terms.size > MOST_TERMS:
         return False
     if role == "y":
         return group.extents["w"] >= LONG_SUM
@@ -427,8 +395,8 @@ def _in_steps(layout: ProductLayout, role: str, group: Group, terms: Terms) -> b
     copies = group.letters("y")
     if layout.spec.convolution or not copies or {*copies} & {*group.letters("x"), *group.letters("z")}:
         return False
-    pairs = len({*zip(terms.path.tolist(), terms.component[1].tolist(), strict=True)})
-    return pays_between(math.prod(group.shape("y")), terms.value.size, pairs)
+    pairs = len({*zip(terms["path"].tolist(), terms["component"][:, 1].tolist(), strict=True)})
+    return pays_between(math.prod(group.shape("y")), terms.size, pairs)
 
 
 def _most_copies(group: Group) -> int:

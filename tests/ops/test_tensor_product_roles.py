@@ -23,9 +23,9 @@ from insum_nn.compiler.runtime import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
 from insum_nn.ops.tensor_product import TensorProductSpec, tensor_product
-from insum_nn.ops.tensor_product_roles import Role, Roles, role_of
+from insum_nn.ops.tensor_product_roles import Joint, joint_of
 from insum_nn.ops.tensor_product_spec import ProductLayout, others
-from insum_nn.ops.tensor_product_statement import Terms, statements_of
+from insum_nn.ops.tensor_product_statement import Statement, statements_of, terms_of
 from insum_nn.structure.clebsch_gordan import nonzeros
 from insum_nn.structure.irreps import dimension
 from insum_nn.testing.tolerances import assert_matches
@@ -110,15 +110,15 @@ def test_the_gpu_statements_convolve_alike(mode: str, shared: bool):
 )
 def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch):
     """Of a convolution; where paths have no weights, those of the weights are sums over fewer paths."""
-    found: list[Roles] = []
-    jointly = Roles.jointly
+    found: list[Joint] = []
+    call = Joint.__call__
 
-    def watched(self: Roles, operands: Mapping[str, Tensor], *rest: Any) -> dict[str, Tensor]:
+    def watched(self: Joint, operands: Mapping[str, Tensor], *rest: Any, **how: bool) -> dict[str, Tensor]:
         if any(name[0] == "g" for name in operands):
             found.append(self)
-        return jointly(self, operands, *rest)
+        return call(self, operands, *rest, **how)
 
-    monkeypatch.setattr(Roles, "jointly", watched)
+    monkeypatch.setattr(Joint, "__call__", watched)
     spec = spec_of(one_mode("uvu", True, 3, 1, lmax=1), shared=kind == "shared", convolution=True)
     spec = replace(spec, options=Options(backend="triton", tune=False, deterministic=kind == "deterministic"))
     # A row of the output has 8 sums of a column, of two registers each.
@@ -131,9 +131,10 @@ def test_gradients_of_gradients_are_made_at_once(kind: str, kernels: list[str], 
         conv_oracle_of(spec, receivers, senders),
         inputs_of(spec, 17, 6),
     )
-    joint = [each for roles in found for each in roles.joint]
-    assert ["".join(sorted(each.roles)) for each in joint] == kernels
-    assert all(each.reason.startswith("together") for each in joint)
+    assert ["".join(sorted(each.roles)) for each in found] == kernels
+    artifacts = [artifact for each in found for artifact in each.graph._artifacts.values()]
+    assert all(artifact.reason.startswith("together") for artifact in artifacts)
+    assert len(artifacts) == len(kernels)
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -177,20 +178,21 @@ def test_steps_parts_and_packed_operands(case: Case, role: str, shared: bool, mo
     given = operands_of(spec, role, 4)
     expected = expected_of(spec, role, given)
 
-    def check(*, staged: bool = False) -> Role:
-        source = Role(ProductLayout(spec), role, given[0].device, torch.float64, staged=staged)
+    def check(*, staged: bool = False) -> list[Statement]:
+        monkeypatch.setattr(roles_module, "paths_are_products", lambda device: not staged)
+        source = joint_of(ProductLayout(spec), role, given[0].device, torch.float64)
         operands = dict(zip(others(role), given, strict=True))
-        assert_matches(source(operands, 4), expected, dtype=torch.float64, kind="sum")
-        return source
+        assert_matches(source(operands, {role: 4})[role], expected, dtype=torch.float64, kind="sum")
+        return [step for _, step in source.steps]
 
-    whole = len(check().statements)
+    whole = len(check())
     check(staged=True)
     with monkeypatch.context() as patch:
         patch.setattr(statement_module, "MOST_TERMS", 20)
-        parts = check().statements
+        parts = check()
         assert len(parts) > whole or all(s.tables["CG"].numel() <= 20 for s in parts)
     monkeypatch.setattr(statement_module, "MOST_CELLS", 0)
-    assert all(statement.packed for statement in check(staged=True).statements)
+    assert all(statement.packed for statement in check(staged=True))
 
 
 def operands_of(spec: TensorProductSpec, role: str, z: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -209,12 +211,11 @@ def test_terms_hold_every_coefficient_once(role: str, layout: str):
     dims = [product.dims[operand] for operand in "xyz"]
     found, expected = (np.zeros((len(spec.paths), *dims)) for _ in range(2))
     for group in product.groups:
-        terms = Terms.of(product, group, role)
+        terms = terms_of(product, group, role)
         packed = [product.packed_columns(x, mul)[::mul] for x, mul in zip("xyz", group.muls, strict=True)]
-        assert (np.diff(terms.path if role == "w" else terms.component["xyz".index(role)]) >= 0).all()
-        for part in terms.parts(7):
-            cells = [first[component] for first, component in zip(packed, part.component, strict=True)]
-            np.add.at(found, (np.array(group.paths)[part.path], *cells), part.value)
+        assert (np.diff(terms["path"] if role == "w" else terms["component"][:, "xyz".index(role)]) >= 0).all()
+        cells = [first[component] for first, component in zip(packed, terms["component"].T, strict=True)]
+        np.add.at(found, (np.array(group.paths)[terms["path"]], *cells), terms["value"])
     for number in product.live:
         path = spec.paths[number]
         index, value = nonzeros(*(product.entry(operand, path).l for operand in "xyz"))
@@ -282,7 +283,7 @@ from insum_nn.compiler.api import Options, compile
 from insum_nn.compiler.runtime import statement_choice
 from insum_nn.ops import tensor_product_roles as roles_module
 from insum_nn.ops import tensor_product_statement as statement_module
-from insum_nn.ops.tensor_product_roles import Role
+from insum_nn.ops.tensor_product_roles import joint_of
 from insum_nn.ops.tensor_product_spec import ProductLayout, others
 from tests.layers.equivariant.tensor_product_cases import Case, one_mode
 from tests.ops.test_tensor_product import spec_of
@@ -310,17 +311,18 @@ for case, shared, rows, cells in runs:
     for role in "xyzw":
         given = operands_of(spec, role, rows, torch.float32)
         expected = expected_of(spec, role, operands_of(spec, role, rows))
-        source = Role(ProductLayout(spec), role, given[0].device, torch.float32, staged=role == "y")
-        for step in source.steps:
+        roles_module.paths_are_products = lambda device, role=role: role != "y"
+        source = joint_of(ProductLayout(spec), role, given[0].device, torch.float32)
+        for _, step in source.steps:
             facts = dict(step.program.spec.facts)
             options = Options(backend="triton", tune=False)
             step.program = compile(
                 step.expression, facts=facts, static=step.tables, options=options
             )
         for _ in range(2):
-            got = source(dict(zip(others(role), given, strict=True)), rows, "key")
-            assert_matches(got, expected, dtype=torch.float32, kind="sum")
-        steps = source.steps
+            got = source(dict(zip(others(role), given, strict=True)), {role: rows}, plain=True)
+            assert_matches(got[role], expected, dtype=torch.float32, kind="sum")
+        steps = [step for _, step in source.steps]
         calls = [list(step.program.spec.calls.values()) for step in steps]
         print(role, len(steps), sum(len(call.bodies) == 1 for (call,) in calls))
 """
@@ -347,25 +349,25 @@ def test_ready_calls_notice_what_changed():
     """What runs a call serves other sizes and layouts, and none from before a clearing of the cache."""
     spec = spec_of(one_mode("uvw", True, 2, 1, 3, lmax=1), shared=True)
     given = operands_of(spec, "z", 4)
-    source = role_of(ProductLayout(spec), "z", given[0].device, torch.float64)
+    source = joint_of(ProductLayout(spec), "z", given[0].device, torch.float64)
 
-    def run(given: Sequence[Tensor], size: int, key: str) -> Tensor:
-        return source(dict(zip("xyw", given, strict=True)), size, key)
+    def run(given: Sequence[Tensor], size: int) -> Tensor:
+        return source(dict(zip("xyw", given, strict=True)), {"z": size}, plain=True)["z"]
 
-    (step,) = source.steps
-    first = run(given, 4, "of 4")
-    assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
+    ((_, step),) = source.steps
+    first = run(given, 4)
+    assert_matches(run(given, 4), first, dtype=torch.float64, kind="sum")
     (printed,) = step.program.spec.calls.values()
     (body,) = printed.bodies.values()
     insum_nn.clear_cache()
     assert not printed.bodies
-    assert_matches(run(given, 4, "of 4"), first, dtype=torch.float64, kind="sum")
+    assert_matches(run(given, 4), first, dtype=torch.float64, kind="sum")
     (again,) = printed.bodies.values()
     assert again is not body
     fewer = [given[0][:3], given[1][:3], given[2]]
-    assert_matches(run(fewer, 3, "of 3"), first[:3], dtype=torch.float64, kind="sum")
+    assert_matches(run(fewer, 3), first[:3], dtype=torch.float64, kind="sum")
     strided = [given[0].t().contiguous().t(), *given[1:]]
-    assert_matches(run(strided, 4, "of 4"), first, dtype=torch.float64, kind="sum")
+    assert_matches(run(strided, 4), first, dtype=torch.float64, kind="sum")
 
 
 def test_plain_calls_show_no_operator():

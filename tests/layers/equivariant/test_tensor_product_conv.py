@@ -22,7 +22,7 @@ from insum_nn.layers.equivariant.tensor_product import TensorProduct
 from insum_nn.layers.equivariant.tensor_product_conv import TensorProductConv
 from insum_nn.layers.equivariant.tensor_product_scatter import TensorProductScatter
 from insum_nn.layers.swap import swap
-from insum_nn.ops.tensor_product_roles import roles_of
+from insum_nn.ops.tensor_product_roles import joints_of
 from insum_nn.ops.tensor_product_spec import layout_of
 from insum_nn.testing.tolerances import assert_matches
 from tests.double import double
@@ -129,13 +129,10 @@ def test_gradients_that_are_made_together(learned: str):
     peer = unfused(copy.deepcopy(conv.tensor_product).cpu(), *(t.cpu() for t in inputs), rows.cpu(), cols.cpu())
     for got, want in zip(first, torch.autograd.grad(peer.square().sum(), wanted), strict=True):
         assert_matches(got, want, dtype=torch.float64, kind="sum", scale=float(want.abs().max()))
-    roles = roles_of(layout_of(conv._text), learned, inputs[0].device, torch.float64)
-    if len(learned) > 1:
-        (joint,) = roles.joint
-        assert "".join(joint.roles) == learned
-        assert joint.reason.startswith("together")
-    else:
-        assert roles.joint == []
+    (joint,) = joints_of(layout_of(conv._text), learned, inputs[0].device, torch.float64)
+    assert "".join(joint.roles) == learned
+    reasons = [artifact.reason for artifact in joint.graph._artifacts.values()]
+    assert [reason.partition(":")[0] for reason in reasons] == ["together"] * (len(learned) > 1)
 
 
 def test_equivariance():
