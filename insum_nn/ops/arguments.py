@@ -13,12 +13,13 @@ from insum_nn.dtypes import not_dense
 from insum_nn.errors import InsumDeviceError, InsumDtypeError, InsumFormatError, InsumShapeError, plural
 from insum_nn.faults import Faults, shown_shape
 from insum_nn.formats import COO, ELL, BlockCOO, BlockFormat, BlockGroupCOO, GroupCOO, SparseFormat
-from insum_nn.ops.statements import to_autocast, under_autocast
+from insum_nn.ops.statements import pad_axis, to_autocast, under_autocast
 
 __all__ = [
     "FORMATS",
     "Operand",
     "check_mode",
+    "in_blocks",
     "matrix_layout",
     "named_tensors",
     "require_format",
@@ -115,6 +116,17 @@ def subscripts(tensor: SparseFormat) -> tuple[str, ...]:
     if isinstance(tensor, BlockFormat):
         found = [f"{subscript},{letter}" for subscript, letter in zip(found, "ab", strict=True)]
     return tuple(found)
+
+
+def in_blocks(matrix: SparseFormat, tensor: Tensor, axis: int, dim: int) -> Tensor:
+    """`tensor` with an axis cut into the blocks of a matrix along a dimension, with zeros up to the grid's edge.
+
+    Itself for a format without blocks.
+    """
+    if not isinstance(matrix, BlockFormat):
+        return tensor
+    extent, block = matrix.grid_shape[dim], matrix.block_shape[dim]
+    return pad_axis(tensor, axis, extent * block).unflatten(axis, (extent, block))
 
 
 def check_mode(mode: object, ndim: int, caller: str) -> int:

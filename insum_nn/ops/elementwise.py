@@ -10,9 +10,9 @@ from torch import Tensor
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumFormatError
 from insum_nn.faults import Faults
-from insum_nn.formats import BlockFormat, SparseFormat
-from insum_nn.ops.arguments import Operand, check_mode, named_tensors, require_format, subscripts
-from insum_nn.ops.statements import pad_axis, run
+from insum_nn.formats import SparseFormat
+from insum_nn.ops.arguments import Operand, check_mode, in_blocks, named_tensors, require_format, subscripts
+from insum_nn.ops.statements import run
 
 __all__ = [
     "add",
@@ -69,9 +69,7 @@ def multiply(tensor: Format, other: Tensor | SparseFormat, *, options: Options =
     expression = multiply_expression(tensor)
     axes = tuple((f"d{dim}", extent) for dim, extent in enumerate(tensor.shape))
     named = named_tensors("multiply", expression, tensor, [Operand("other", "B", other, axes)])
-    if isinstance(tensor, BlockFormat):
-        (rows, cols), (a, b) = tensor.grid_shape, tensor.block_shape
-        named["B"] = pad_axis(pad_axis(named["B"], 0, rows * a), 1, cols * b).reshape(rows, a, cols, b)
+    named["B"] = in_blocks(tensor, in_blocks(tensor, named["B"], 1, 1), 0, 0)
     return tensor.with_values(run(expression, tensor.facts, named, options, tuple(tensor.values.shape)))
 
 
@@ -122,9 +120,7 @@ def scale(tensor: Format, vector: Tensor, dim: int, *, options: Options = DEFAUL
     for part in tensor.index_parts:
         if part.dim != dim:
             del named[part.name]
-    if isinstance(tensor, BlockFormat):
-        extent, block = tensor.grid_shape[dim], tensor.block_shape[dim]
-        named["S"] = pad_axis(named["S"], 0, extent * block).reshape(extent, block)
+    named["S"] = in_blocks(tensor, named["S"], 0, dim)
     return tensor.with_values(run(expression, tensor.facts, named, options, tuple(tensor.values.shape)))
 
 

@@ -9,10 +9,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.formats import BlockFormat, SparseFormat
-from insum_nn.ops.arguments import Operand, matrix_layout, named_tensors
+from insum_nn.formats import SparseFormat
+from insum_nn.ops.arguments import Operand, in_blocks, matrix_layout, named_tensors
 from insum_nn.ops.custom import registered
-from insum_nn.ops.statements import pad_axis, run
+from insum_nn.ops.statements import run
 
 __all__ = ["SDDMM", "sddmm", "sddmm_expression"]
 
@@ -75,11 +75,7 @@ def sddmm(pattern: Format, a: Tensor, b: Tensor, *, options: Options = DEFAULT) 
     left = Operand("a", "A", a, (("m", m), ("k", None)))
     right = Operand("b", "Bt", b, (("k", None), ("n", n)))
     named = named_tensors("sddmm", expression, pattern, [left, right])
-    named["Bt"] = named["Bt"].T
-    if isinstance(pattern, BlockFormat):
-        for symbol, extent, block in zip(("A", "Bt"), pattern.grid_shape, pattern.block_shape, strict=True):
-            rows = pad_axis(named[symbol], 0, extent * block)
-            named[symbol] = rows.reshape(extent, block, rows.shape[1])
+    named["A"], named["Bt"] = in_blocks(pattern, named["A"], 0, 0), in_blocks(pattern, named["Bt"].T, 0, 1)
     # An unused slot has no term, so it stays 0 whatever a row of `a` holds.
     return pattern.with_values(run(expression, pattern.facts, named, options, tuple(pattern.values.shape)))
 

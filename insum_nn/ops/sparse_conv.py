@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -263,36 +263,15 @@ def _check_weight(
 # A statement over a map: its program, what puts tensors into its order, its index tensors, and its output's shape.
 _Bound = tuple[Program, Callable[[Sequence[Tensor]], Sequence[Tensor]], tuple[Tensor, ...], tuple[int | None, ...]]
 
-# For each result, the two tensors that are contracted.
-_OPERANDS: dict[str, tuple[str, ...]] = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
-_TEXTS: dict[str, str] = {
-    "Out": "Out[{output},{h}d] += In[{input},{h}c] * W[{h}d,{cell},c]",
-    "In": "dIn[{input},{h}c] += dOut[{output},{h}d] * W[{h}d,{cell},c]",
-    "W": "dW[{h}d,{cell},c] += dOut[{output},{h}d] * In[{input},{h}c]",
+# The statement of each result with groups of channels `h`, and what it reads as it is given: the two tensors that are
+# contracted, then the index tensors of the map's table (of its inverse's, for `In`), or of the list of pairs.
+_TEXTS = {
+    "Out": "Out[Order[i],h,d] += In[Near[k,i],h,c] * W[h,d,k,c]",
+    "In": "dIn[Order[i],h,c] += dOut[Near[k,i],h,d] * W[h,d,k,c]",
+    "W": "dW[h,d,k,c] += dOut[Order[i],h,d] * In[Near[k,i],h,c]",
+    "W by pairs": "dW[h,d,Off[p],c] += dOut[OutIdx[p],h,d] * In[InIdx[p],h,c]",
 }
-_LIST = {"output": "OutIdx[p]", "input": "InIdx[p]", "cell": "Off[p]"}
-_TABLE = {"output": "Order[i]", "input": "Near[k,i]", "cell": "k"}
-_INVERSE = {"output": "Near[k,i]", "input": "Order[i]", "cell": "k"}
-# Which index tensors of a map a statement reads: its table (or its inverse's), or the list of pairs.
-IndexForm = Literal["table", "list"]
-_KNOWN: dict[IndexForm, NamedFacts] = {"table": TABLE_FACTS, "list": LIST_FACTS}
-_SUBSCRIPTS: dict[tuple[str, IndexForm], dict[str, str]] = {
-    ("Out", "table"): _TABLE,
-    ("In", "table"): _INVERSE,
-    ("W", "table"): _TABLE,
-    ("W", "list"): _LIST,
-}
-
-
-# Each statement, and its tensors as they are given: those of `_OPERANDS`, then the index tensors.
-_STATEMENTS: dict[tuple[str, bool, IndexForm], tuple[str, tuple[str, ...]]] = {
-    (kind, grouped, form): (
-        _TEXTS[kind].format(h="h," if grouped else "", **subscripts),
-        (*["dOut" if name == "Out" else name for name in _OPERANDS[kind]], *_KNOWN[form]),
-    )
-    for (kind, form), subscripts in _SUBSCRIPTS.items()
-    for grouped in (False, True)
-}
+_OPERANDS = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
 
 
 def table_statement(*, groups: int = 1) -> str:
@@ -303,7 +282,7 @@ def table_statement(*, groups: int = 1) -> str:
     >>> table_statement(groups=2)
     'Out[Order[i],h,d] += In[Near[k,i],h,c] * W[h,d,k,c]'
     """
-    return _STATEMENTS["Out", groups > 1, "table"][0]
+    return _TEXTS["Out"] if groups > 1 else _TEXTS["Out"].replace("h,", "")
 
 
 def _table_conv(
@@ -384,7 +363,7 @@ class _Conv(Sums):
     ) -> tuple[Program, Sequence[Tensor], tuple[int | None, ...]]:
         """Return the statement that computes a tensor, what it reads, and its output's shape."""
         groups = self.groups
-        form: IndexForm = "list" if kind == "W" and pairs_are_faster(a.dtype) else "table"
+        text = "W by pairs" if kind == "W" and pairs_are_faster(a.dtype) else kind
         if plain:
             # Kernels are compiled for the layouts of their operands; gradients come in many, so one is enforced.
             a, b = a.contiguous(), b.contiguous()
@@ -394,30 +373,30 @@ class _Conv(Sums):
         if groups > 1:
             a = _split(a, groups)
             b = _split(b, groups) if kind == "W" else b.unflatten(0, (groups, b.shape[0] // groups))
-        key = (kind, form, groups, id(self.options))
+        key = (text, groups, id(self.options))
         found = self.calls.get(key)
         if found is None:
-            found = self.calls[key] = _bound(kind, form, self.kernel_map, groups, self.options)
+            found = self.calls[key] = _bound(kind, text, self.kernel_map, groups, self.options)
         program, arrange, indices, shape = found
         return program, arrange((a, b, *indices)), shape
 
 
-def _bound(kind: str, form: IndexForm, kernel_map: KernelMap, groups: int, options: Options) -> _Bound:
+def _bound(kind: str, text: str, kernel_map: KernelMap, groups: int, options: Options) -> _Bound:
     if kind == "W":
         shape = (*_AXES[int(groups > 1)], kernel_map.geometry.volume, None)
     else:
         rows = kernel_map.outputs if kind == "Out" else kernel_map.inputs
         shape = (rows.indices.shape[0], *_AXES[int(groups > 1)])
-    if form == "list":
-        indices = kernel_map.pair_list
+    if text != kind:
+        indices, facts = kernel_map.pair_list, LIST_FACTS
         if not torch.compiler.is_compiling():
             keep_lengths(indices["Off"], kernel_map.counts, kernel_map.lengths)
     else:
         table = kernel_map.inverse_table if kind == "In" else kernel_map.table
-        indices = table.tensors
+        indices, facts = table.tensors, TABLE_FACTS
         if table.words is not None and not torch.compiler.is_compiling():
             keep_bitmasks(table.sorted_neighbours, table.words)
-    text, names = _STATEMENTS[kind, groups > 1, form]
-    program = built_program(text, _KNOWN[form], options)
+    program = built_program(_TEXTS[text] if groups > 1 else _TEXTS[text].replace("h,", ""), facts, options)
+    names = [*("dOut" if name == "Out" else name for name in _OPERANDS[kind]), *facts]
     arrange = itemgetter(*map(names.index, program.names))
-    return program, arrange, tuple([indices[name] for name in _KNOWN[form]]), shape
+    return program, arrange, tuple([indices[name] for name in facts]), shape

@@ -11,9 +11,9 @@ from insum_nn.compiler.api import Program, built_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.dtypes import not_dense
 from insum_nn.formats import BlockFormat, SparseFormat
-from insum_nn.ops.arguments import Operand, matrix_layout, named_tensors
+from insum_nn.ops.arguments import Operand, in_blocks, matrix_layout, named_tensors
 from insum_nn.ops.custom import registered
-from insum_nn.ops.statements import pad_axis, run
+from insum_nn.ops.statements import run
 
 __all__ = ["SPMM", "spmm", "spmm_expression", "spmm_program"]
 
@@ -75,20 +75,13 @@ def spmm(matrix: SparseFormat, dense: Tensor, *, options: Options = DEFAULT) -> 
         dense = dense.unsqueeze(1)
     m, k = matrix.shape
     named = named_tensors("spmm", expression, matrix, [Operand("dense", "B", dense, (("k", k), ("n", None)))])
+    rows: tuple[int, ...] = (m,)
     if isinstance(matrix, BlockFormat):
-        result = _blocks(expression, matrix, named, options)
-    else:
-        result = run(expression, matrix.facts, named, options, (m, None))
+        named["B"], rows = in_blocks(matrix, named["B"], 0, 1), (matrix.grid_shape[0], matrix.block_shape[0])
+    result = run(expression, matrix.facts, named, options, (*rows, None))
+    if len(rows) > 1:
+        result = result.flatten(0, 1)[:m]
     return result.squeeze(1) if vector else result
-
-
-def _blocks(expression: str, matrix: BlockFormat, named: dict[str, Tensor], options: Options) -> Tensor:
-    """Run on the dense operand in block rows, padded with zeros; the result's padding is cut off."""
-    (a, b), (rows, cols) = matrix.block_shape, matrix.grid_shape
-    dense = named["B"]
-    n = dense.shape[1]
-    named["B"] = pad_axis(dense, 0, cols * b).reshape(cols, b, n)
-    return run(expression, matrix.facts, named, options, (rows, a, n)).reshape(rows * a, n)[: matrix.shape[0]]
 
 
 def spmm_expression(matrix: SparseFormat) -> str:

@@ -180,36 +180,30 @@ class _Sums(NamedTuple):
         count = self.indices[1].shape[0] if self.indices else self.num_x
         return {"x": self.num_x, "y": count, "w": count, "z": self.num_z}
 
-    def reads(self, operands: Factors) -> Operands:
-        """Return all that the statements of a call read."""
-        return {**operands, **dict(zip(("Dst", "Src"), self.indices, strict=False))}
-
     def run(
-        self, requested: Sequence[str], operands: Factors, initial: Tensor | None = None, *, plain: bool = False
+        self,
+        requested: Sequence[str],
+        operands: Factors,
+        initial: Tensor | None = None,
+        *,
+        plain: bool = False,
+        grads: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
         some = next(iter(operands.values()))
-        device, dtype = some.device, some.dtype
-        read = self.reads(operands)
-        plain, rows = plain or is_plain_eager(*read.values()), self.rows
-        with without_autocast(device):
-            found: dict[str, Tensor] = {}
-            for joint in joints_of(layout_of(self.kind), requested, device, dtype):
-                found |= joint(read, rows, plain=plain)
+        read: Operands = {**operands, **dict(zip(("Dst", "Src"), self.indices, strict=False))}
+        plain, rows, found = plain or is_plain_eager(*read.values()), self.rows, dict[str, Tensor]()
+        with without_autocast(some.device):
+            for joint in joints_of(layout_of(self.kind), requested, some.device, some.dtype, grads):
+                found |= joint(read, rows, plain=plain, in_order=not grads)
         return found
 
     def totals(self, grads: Factors, requested: Sequence[str], operands: Factors) -> dict[str, Tensor]:
-        layout = layout_of(self.kind)
-        if not self.indices or not is_plain_eager(*self.indices):
+        # The gradient of the weights may be of fewer paths.
+        fewer = "w" in grads and self.derivative("w").kind != self.kind
+        if fewer or not self.indices or not is_plain_eager(*self.indices):
             return {}
-        if "w" in grads and layout.linear_text != self.kind:
-            # The gradient of the weights is of fewer paths.
-            return {}
-        some = next(iter(operands.values()))
-        every = self.reads({**operands, **{f"g{left}": grad for left, grad in grads.items()}})
-        found: dict[str, Tensor] = {}
-        for joint in joints_of(layout, requested, some.device, some.dtype, tuple(grads)):
-            found |= joint(every, self.rows, plain=True, in_order=False)
-        return found
+        every = {**operands, **{f"g{left}": grad for left, grad in grads.items()}}
+        return self.run(requested, every, plain=True, grads=tuple(grads))
 
     def in_modes(self, requested: str, operands: Factors, initial: Tensor | None = None) -> Tensor:
         factors = {role: operands[role] for role in others(requested)}
