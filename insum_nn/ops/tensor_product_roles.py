@@ -22,11 +22,15 @@ from insum_nn.compiler.api import (
 from insum_nn.dtypes import is_widened
 from insum_nn.ops.tensor_product_spec import ProductLayout, TensorProductSpec, layout_of
 from insum_nn.ops.tensor_product_statement import Operands, Reader, Statement, statements_of
+from insum_nn.tensor_cache import insert
 
 __all__ = ["Joint", "expressions", "joint_of", "joints_of"]
 
 # The statements of some roles in order, each with the role that it computes.
 Steps = Sequence[tuple[str, Statement]]
+Sizes = tuple[int, ...]
+# Sizes of calls that are kept.
+_LIMIT = 64
 # Columns of a piece on average, from which on a representation is put together piece by piece.
 _LONG_PIECES = 16
 
@@ -93,6 +97,8 @@ class Joint:
         self._together = together and len(steps) > 1 and not adds
         fixed = {*slots.values()} - {*self._reads}
         self.graph = StatementGraph(statements, deterministic=deterministic, fixed=fixed)
+        # Those of calls, by the shapes of their operands.
+        self._sizes: dict[Hashable, tuple[Sequence[Sizes], Sequence[Sizes]]] = {}
 
     def __call__(
         self, operands: Operands, rows: Mapping[str, int], *, plain: bool = False, in_order: bool = True
@@ -110,30 +116,42 @@ class Joint:
             (role,) = self.roles
             return joint_of(self.layout, role, self._device, self._dtype, staged=False)(operands, rows, plain=plain)
         traced = not plain and is_traced(*operands.values())
-        pool: list[Any] = [graph_constant(table) if traced and table is not None else table for table in self._tables]
-        for slot, read in self._reads.items():
-            pool[slot] = read(operands)
         # Who asks which statements run is shown each.
         together = plain and self._together and watched.get() is None
-        made = self._at_once(pool, rows) if together else None
+        # Of a call, before what is packed joins the operands.
+        key = (*[tensor.shape for tensor in operands.values()], *rows.values()) if together else ()
+        pool: list[Any] = list(self._tables)
+        if traced:
+            pool = [table if table is None else graph_constant(table) for table in pool]
+        for slot, read in self._reads.items():
+            pool[slot] = read(operands)
+        made = self._at_once(pool, rows, key) if together else None
         if made is None and not in_order:
             return {}
         made = made or self._in_order(pool, rows, plain=plain)
         return {role: result(made.__getitem__, rows[role], traced=traced) for role, result in self._results.items()}
 
-    def _at_once(self, pool: Sequence[Tensor], rows: Mapping[str, int]) -> Sequence[Tensor] | None:
+    def _at_once(self, pool: Sequence[Tensor], rows: Mapping[str, int], key: Hashable) -> Sequence[Tensor] | None:
         """Run them as one C function or kernel; `None`: there is none, or it is not compiled yet."""
-        extents: list[tuple[int, ...]] = []
-        shapes: dict[int, tuple[int, ...]] = {}
+        sizes = self._sizes.get(key)
+        if sizes is None:
+            sizes = self._found_sizes(pool, rows)
+            insert(self._sizes, key, sizes, _LIMIT)
+        artifact = self.graph.artifact(pool) if sizes[0] else None
+        return artifact and artifact.run(pool, *sizes, None)
+
+    def _found_sizes(self, pool: Sequence[Tensor], rows: Mapping[str, int]) -> tuple[Sequence[Sizes], Sequence[Sizes]]:
+        """Return the sizes of the statements and outputs of a call; none where it is to run in order."""
+        extents: list[Sizes] = []
+        shapes: dict[int, Sizes] = {}
         for (role, step), (spec, places, output, _, _) in zip(self.steps, self.graph.steps, strict=True):
             tensors = list(map(pool.__getitem__, places))
             found = spec.agree(tensors, step.program.sizes, step.out_shape(rows[role]))
             if found is None or shapes.setdefault(output, found.output) != found.output:
                 # What adds up are two views of one tensor.
-                return None
+                return (), ()
             extents.append(found.indices)
-        artifact = self.graph.artifact(pool)
-        return artifact and artifact.run(pool, extents, list(shapes.values()), None)
+        return extents, list(shapes.values())
 
     def _in_order(self, pool: Sequence[Tensor], rows: Mapping[str, int], *, plain: bool) -> dict[int, Tensor]:
         """Run statement after statement, each of which adds to what those before it made of the same tensor."""
@@ -174,9 +192,9 @@ class _Result:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._shape, self._like = layout.shape(role), {"dtype": dtype, "device": device}
+        self._shape, self._device, self._dtype = layout.shape(role), device, dtype
         self._batched = role != "w" or not layout.spec.shared
-        self._whole = [output for output, statement in written.items() if statement.columns is None]
+        self._whole = next((output for output, statement in written.items() if statement.columns is None), None)
         columns = {n: own for n, statement in written.items() if (own := statement.columns) is not None}
         self._packed = [(output, own.size) for output, own in columns.items()]
         # For each column which of these has it, none where it is zero, and where.
@@ -189,35 +207,35 @@ class _Result:
         sizes = np.diff(begins, append=source.size)
         self._pieces = [*zip(*(each.tolist() for each in (source[begins], place[begins], sizes)), strict=True)]
         self._order: Tensor | None = None
+        self._gaps = bool(missing.any())
         if source.size < _LONG_PIECES * len(self._pieces):
-            self._order, self._gaps = torch.from_numpy(starts[source] + place).to(device), bool(missing.any())
+            self._order = torch.from_numpy(starts[source] + place).to(device)
 
     def __call__(self, made: Callable[[int], Tensor], size: int, *, traced: bool) -> Tensor:
         """Return the role's tensor, from the outputs by number."""
         batch = (size,) if self._batched else ()
-        parts = list(map(made, self._whole))
+        total = None if self._whole is None else made(self._whole)
         if self._packed:
-            parts.append(self._unpacked([made(at).reshape(*batch, width) for at, width in self._packed], traced=traced))
-        if not parts:
-            return torch.zeros(*batch, *self._shape, **self._like)
-        return (parts[0] if len(parts) == 1 else parts[0] + parts[1]).to(self._like["dtype"])
+            packed = [made(at).reshape(*batch, width) for at, width in self._packed]
+            found = packed[0] if len(self._pieces) == 1 else self._unpacked(packed, batch, traced=traced)
+            total = found if total is None else total + found
+        if total is None:
+            return torch.zeros(*batch, *self._shape, dtype=self._dtype, device=self._device)
+        return total if total.dtype == self._dtype else total.to(self._dtype)
 
-    def _unpacked(self, packed: Sequence[Tensor], *, traced: bool) -> Tensor:
+    def _unpacked(self, packed: list[Tensor], batch: tuple[int, ...], *, traced: bool) -> Tensor:
         """Return a representation, or the weights, of what the statements wrote: pieces of these, and zeros."""
-        if len(self._pieces) == 1:
-            return packed[0]
-        zero = packed[0].new_zeros(())
         if self._order is not None:
-            gap = [zero.expand(*packed[0].shape[:-1], 1)] if self._gaps else []
-            whole = torch.cat([*packed, *gap], -1) if len(packed) + len(gap) > 1 else packed[0]
+            if self._gaps:
+                packed.append(packed[0].new_zeros(*batch, 1))
+            whole = packed[0] if len(packed) == 1 else torch.cat(packed, -1)
             return whole.index_select(-1, graph_constant(self._order) if traced else self._order)
-        return torch.cat(
-            [
-                packed[at].narrow(-1, first, count) if at < len(packed) else zero.expand(*packed[0].shape[:-1], count)
-                for at, first, count in self._pieces
-            ],
-            -1,
-        )
+        zero = packed[0].new_zeros(()) if self._gaps else packed[0]
+        pieces = [
+            packed[at].narrow(-1, first, count) if at < len(packed) else zero.expand(*batch, count)
+            for at, first, count in self._pieces
+        ]
+        return torch.cat(pieces, -1)
 
 
 def _steps_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool) -> Steps:
