@@ -154,7 +154,7 @@ def described(
         extents = spec.agree(tensors, program.sizes, shape)
         assert extents is not None
         bound, chosen = prepare(spec, tensors, None, extents)
-        ones.append(One.of(number, bound, chosen, places, tensors, extents))
+        ones.append(One(number, bound, chosen, tuple(places), tensors, extents))
     return ones, pool
 
 

@@ -10,9 +10,9 @@ import torch
 import insum_nn
 from insum_nn import Options
 from insum_nn.compiler.ir.schedule import Schedule
-from insum_nn.compiler.kernels import generated as generated_module
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.runtime import artifact as artifact_module
+from insum_nn.compiler.runtime import execution
 from insum_nn.compiler.runtime import fused_kernels as fused_module
 from insum_nn.compiler.schedule import additional as additional_module
 from insum_nn.compiler.schedule import placement as placement_module
@@ -273,8 +273,8 @@ def test_a_lane_has_a_column(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 def test_static_tables_are_written_out_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch):
     """Graphs of a data loader differ in their edges at each step."""
     forms: list[object] = []
-    plain = generated_module.make_form
-    monkeypatch.setattr(generated_module, "make_form", lambda *a, **more: (forms.append(a), plain(*a, **more))[1])
+    plain = execution.make_form
+    monkeypatch.setattr(execution, "make_form", lambda *a, **more: (forms.append(a), plain(*a, **more))[1])
     fused, tensors, counts = Together(programs("xyw")), draw(16), list[int]()
     for edges in (EDGES, EDGES - 3, EDGES - 4):
         some = {n: t[:edges] if n in ("Src", "Dst", "Y", "W") else t for n, t in tensors.items()}

@@ -183,6 +183,10 @@ class CProgram:
         self.body: Body = self._run
         if not self._later:
             self._print()
+            for each in self._functions:
+                if each.run is None:
+                    # Some process may have compiled it before.
+                    each.find()
 
     def _print(self) -> None:
         """Print all, once."""
@@ -245,12 +249,6 @@ class CProgram:
     def error(self) -> str:
         """Why it cannot be compiled; empty where it can, or nothing is known yet."""
         return self._refused or next((each.error for each in self._functions if each.error), "")
-
-    def find(self) -> None:
-        """Load what was compiled before."""
-        for each in self._functions:
-            if each.run is None:
-                each.find()
 
     def request(self) -> None:
         """Have it compiled while other code serves."""

@@ -23,7 +23,7 @@ from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel, reach_of, strid
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.printed import Body, Run, Sizes
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule.form import CELLS, LONGEST, ROW_LOOP, Form, make_form
+from insum_nn.compiler.schedule.form import CELLS, LONGEST, ROW_LOOP, Form
 from insum_nn.compiler.schedule.group_by_key import group_by_key
 from insum_nn.compiler.schedule.placement import MANY_TERMS
 from insum_nn.compiler.schedule.plan import keep_plans
@@ -44,40 +44,19 @@ class Generated:
     """A statement computed by generated kernels.
 
     Args:
-        bound: the statement.
-        sizes: extents of the first call.
-        output: the output's shape in the first call.
+        form: what its kernels compute.
         tables: static tensors by name.
         options: compile options.
-        form: what to compute, where that is not for the statement alone to say.
-
-    Raises:
-        FormError: the statement is not of the generator's kind.
-
-    Attributes:
-        form: what its kernels compute.
     """
 
-    def __init__(
-        self,
-        bound: Bound,
-        sizes: dict[str, int],
-        output: Sequence[int],
-        tables: dict[str, StaticTable],
-        options: Options,
-        *,
-        form: Form | None = None,
-    ) -> None:
-        self.options = options
-        self.tables = tables
-        deterministic = options.deterministic
-        self.form = form or make_form(bound, sizes, output, tables, deterministic=deterministic)
-        self.precision: Precision = precision_of(bound.dtype, options.precision)
+    def __init__(self, form: Form, tables: Mapping[str, StaticTable], options: Options) -> None:
+        self.form, self.tables, self.options = form, tables, options
+        self.precision: Precision = precision_of(form.bound.dtype, options.precision)
         self._schedules: dict[object, Selected[Schedule]] = {}
         self._forms: dict[tuple[int, ...], Form] = {}
         self._kernels: dict[object, UnsizedKernel] = {}
         # Unrolled tables are not read.
-        self._read = [place for place, name in enumerate(bound.layout.tensors) if name not in self.form.tables]
+        self._read = [place for place, name in enumerate(form.bound.layout.tensors) if name not in form.tables]
         self._choosing: BuildOnce[Selected[Schedule]] = BuildOnce()
 
     def named(self, bound: Bound) -> Generated:

@@ -177,10 +177,8 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPar
 
 def _kept(build: Callable[..., Built], *arguments: Any) -> Built:
     """What is built for later calls too, of ordinary tensors, whatever mode the caller is in."""
-    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            return build(*arguments)
-    return build(*arguments)
+    with torch.inference_mode(False), torch.no_grad():
+        return build(*arguments)
 
 
 def divisions_of(index: Tensor, rows: int, permuted: bool) -> Divisions:

@@ -315,7 +315,7 @@ class Artifact:
         """What runs a kind of call of several statements by one kernel, where there is one, and it is faster."""
         try:
             ones = [
-                One.of(output, programs.bound, programs.of(read, sizes), places, read, sizes)
+                One(output, programs.bound, programs.of(read, sizes), places, read, sizes)
                 for (programs, read, sizes), (_, places, output, _, _) in zip(called, self.steps, strict=True)
             ]
             options = self.steps[0].spec.options

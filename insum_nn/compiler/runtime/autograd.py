@@ -23,11 +23,7 @@ from insum_nn.compiler.lang.epilogue import ACTIVATIONS
 from insum_nn.compiler.lang.printed import Lists
 from insum_nn.compiler.lang.syntax import Statement, replaced
 from insum_nn.compiler.runtime.backward import RunGraph, attaining, gradients, gradients_of
-from insum_nn.compiler.runtime.batched_gradients import (
-    batched_access,
-    factors_of_entries,
-    for_each_tangent,
-)
+from insum_nn.compiler.runtime.batched_gradients import batched_access, each_vector, factors_of_entries
 from insum_nn.compiler.runtime.dispatch import RunStatement, Spec, StatementGraph, run_plain, run_spec, value_dtype
 from insum_nn.compiler.runtime.inline import inline, inlines
 from insum_nn.compiler.runtime.modes import is_plain_eager, is_traced, is_transformed
@@ -53,26 +49,18 @@ def _run_fake(
 ) -> Tensor:
     decoded = Spec.from_json(spec)
     dtype = value_dtype(decoded, tensors, initial)
-    anchor = tensors[0] if tensors else initial
-    if anchor is None:
-        return torch.empty(output, dtype=dtype)
+    anchor = tensors[0] if tensors else torch.empty(0) if initial is None else initial
     return anchor.new_empty(output, dtype=dtype)
 
 
 # Gradients.
 
 
-def _tangent(
-    spec: Spec,
-    extents: Extents,
-    tensors: Sequence[Tensor],
-    initial: Tensor | None,
-    result: Tensor | None,
-    tangents: Sequence[Tensor | None],
-    initial_tangent: Tensor | None,
-) -> Tensor:
+def _tangent(ctx: Any, _: object, initial_tangent: Tensor | None, *tangents: Tensor | None) -> tuple[Tensor]:
     """Return the output's tangent: the statement is linear in each occurrence of a factor."""
-    layout = spec.layout
+    *tensors, result, initial = ctx.saved_tensors
+    spec: Spec = ctx.call.spec
+    extents, layout = ctx.call.extents, spec.layout
     named = dict(zip(layout.tensors, tensors, strict=True))
     sizes = dict(zip(layout.indices, extents.indices, strict=True))
     total, read = initial_tangent, list[Tensor]()
@@ -94,7 +82,7 @@ def _tangent(
     if total is None:
         shape, dtype = extents.output, value_dtype(spec, tensors, initial)
         total = torch.zeros(shape, dtype=dtype, device=tensors[0].device)
-    return total
+    return (total,)
 
 
 @dataclass(slots=True)
@@ -196,11 +184,8 @@ class _Transformed(torch.autograd.Function):
         return Recorded.backward(ctx, *grads)
 
     @staticmethod
-    @for_each_tangent
-    def jvp(ctx: Any, *args: Any) -> Tensor:
-        _, initial_tangent, *tangents = args
-        *tensors, result, initial = ctx.saved_tensors
-        return _tangent(ctx.call.spec, ctx.call.extents, tensors, initial, result, tangents, initial_tangent)
+    def jvp(ctx: Any, *tangents: Any) -> Tensor | None:
+        return each_vector(_tangent, ctx, tangents)[0]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -18,17 +17,16 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript, Term
 
-__all__ = ["batched_access", "each_vector", "factors_of_entries", "for_each_tangent"]
+__all__ = ["batched_access", "each_vector", "factors_of_entries"]
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
-Forward = Callable[..., Tensor]
 
 # Depths to which batches are nested at most, which is more than torch's functions do.
 _DEEPEST = 16
 
 
 def each_vector(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Run a backward pass for gradients some of which represent a batch, or are lazily negated.
+    """Run a backward or forward-mode pass for gradients some of which represent a batch, or are lazily negated.
 
     Negated ones arrive as they are worth: kernels read memory as it is.
     """
@@ -36,18 +34,6 @@ def each_vector(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) 
         if grad is not None and is_legacy_batchedtensor(grad):
             return _one_by_one(backward, ctx, grads)
     return backward(ctx, *(None if each is None else each.resolve_neg() for each in grads))
-
-
-def for_each_tangent(jvp: Forward) -> Forward:
-    """Run a function's forward-mode pass once for each tangent of a batch, and stack the results."""
-
-    @wraps(jvp)
-    def run(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        (made,) = each_vector(lambda ctx, *each: (jvp(ctx, *each),), ctx, tangents)
-        assert made is not None
-        return made
-
-    return run
 
 
 def _one_by_one(backward: Backward, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -31,7 +31,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.arguments import check_static, kinds_of, stand_in
 from insum_nn.compiler.runtime.artifact import Artifact, Facts, Step, programs_of
 from insum_nn.compiler.runtime.execution import Executable, Executables, forgets_programs, sharing
-from insum_nn.compiler.runtime.modes import under_autocast, without_autocast
+from insum_nn.compiler.runtime.modes import without_autocast
 from insum_nn.dtypes import not_dense
 from insum_nn.facts import IndexFacts, StaticTable
 from insum_nn.locks import cached_property
@@ -157,20 +157,15 @@ class Spec:
 
     def check_kinds(self, tensors: Sequence[Tensor], initial: Tensor | None) -> None:
         """Raise what `bind` raises of these tensors, which are in the layout's order, and of the initial value."""
-        kinds = None
-        for tensor in (*tensors, initial):
-            if tensor is not None and not_dense(tensor) is not None:
-                break
-        else:
-            kinds = kinds_of(tensors, initial)
-            if kinds in self.kinds:
-                return
+        dense = all(tensor is None or not_dense(tensor) is None for tensor in (*tensors, initial))
+        kinds = kinds_of(tensors, initial) if dense else ()
+        if kinds in self.kinds:
+            return
         named = dict(zip(self.layout.tensors, tensors, strict=True))
         if initial is not None:
             named[self.statement.output.name] = initial
         bind(self.statement, named, initial)
-        if kinds is not None:
-            self.kinds.add(kinds)
+        self.kinds.add(kinds)
 
     @property
     def bare(self) -> Spec:
@@ -265,10 +260,9 @@ def run_spec(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, exte
     """Run without recording gradients; the arguments are those of `run_plain`."""
     if torch._C._is_any_autocast_enabled():
         device = next((t.device for t in (*tensors, initial) if t is not None), torch.device("cpu"))
-        if under_autocast(device):
-            # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
-            with without_autocast(device):
-                return run_spec(spec, tensors, initial, extents)
+        # The operands were cast where the call was made; inside, autocast would mix dtypes that were equal.
+        with without_autocast(device):
+            return run_plain(spec, tensors, initial, extents)
     return run_plain(spec, tensors, initial, extents)
 
 

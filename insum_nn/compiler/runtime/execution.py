@@ -35,7 +35,7 @@ from insum_nn.compiler.runtime.library_calls import integers_of, library_calls_o
 from insum_nn.compiler.runtime.read_cells import UnreadCells
 from insum_nn.compiler.runtime.statement_cuts import WHOLE, Part, Tree, decide, sizes_of, total
 from insum_nn.compiler.runtime.tiled_entries import tiled
-from insum_nn.compiler.schedule.form import FormError
+from insum_nn.compiler.schedule.form import FormError, make_form
 from insum_nn.compiler.schedule.product_cost import Cost, Sizes
 from insum_nn.compiler.tuning.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.errors import InsumFormatError
@@ -368,34 +368,25 @@ class Executables:
 
     def whole(self, extents: Extents) -> Executable:
         """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
-        backend, reason, options = self.backend, self.reason, self.options
-        if backend == "c":
+        reason, options, refused = self.reason, self.options, ""
+        if self.backend == "c":
             require_compiler(self.bound)
             own = self._part(extents.indices, 0, range(len(self.bound.layout.tensors)), 0)
             found = c_program((own,), (len(extents.indices),), len(own.places), options, extents, reason)
             if isinstance(found, Executable):
                 return found
-            if options.backend == "c":
-                raise InsumFormatError(
-                    f"no C function can be printed: {found}",
-                    expression=self.bound.statement.text,
-                    fix='choose Options(backend="auto").',
-                )
-            backend, reason = "eager", f"library calls, as C has no {found}"
-        if backend != "triton":
-            return from_graph(self.own, extents, options, reason)
-        if self.own.device_type != "cuda":
-            require_triton(self.bound)
-        try:
-            return self._generated(extents)
-        except FormError as error:
-            if options.backend == "triton":
-                raise InsumFormatError(
-                    f"no kernel can be generated: {error}",
-                    expression=self.bound.statement.text,
-                    fix='choose Options(backend="auto").',
-                ) from error
-            backend, reason = "eager", f"library calls, as there is no generated kernel: {error}"
+            refused, reason = f"no C function can be printed: {found}", f"library calls, as C has no {found}"
+        elif self.backend == "triton":
+            if self.own.device_type != "cuda":
+                require_triton(self.bound)
+            try:
+                return self._generated(extents)
+            except FormError as error:
+                refused = f"no kernel can be generated: {error}"
+                reason = f"library calls, as there is no generated kernel: {error}"
+        if refused and options.backend == self.backend:
+            fix = 'choose Options(backend="auto").'
+            raise InsumFormatError(refused, expression=self.bound.statement.text, fix=fix)
         return from_graph(self.own, extents, options, reason)
 
     def _generated(self, extents: Extents) -> Executable:
@@ -404,15 +395,15 @@ class Executables:
         Raises:
             FormError: the statement is not of the generator's kind.
         """
-        precision, names = torch.get_float32_matmul_precision(), frozenset(name for name, _ in self.tables)
-        bound = replace(self.own, static=fixed_extents(self.own, self.options, names, extents))
+        precision, tables, options = torch.get_float32_matmul_precision(), dict(self.tables), self.options
+        bound = replace(self.own, static=fixed_extents(self.own, options, frozenset(tables), extents))
 
         def build() -> Executable:
             sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
-            generated = Generated(bound, sizes, extents.output, dict(self.tables), self.options)
-            return Executable(bound, extents, self.options, "triton", self.reason, generated)
+            form = make_form(bound, sizes, extents.output, tables, deterministic=options.deterministic)
+            return Executable(bound, extents, options, "triton", self.reason, Generated(form, tables, options))
 
-        return _cached(shared_key(bound, self.options, "triton", precision, self.tables), build)
+        return _cached(shared_key(bound, options, "triton", precision, self.tables), build)
 
 
 def c_program(
@@ -432,7 +423,6 @@ def c_program(
 
     def build() -> Executable:
         program = CProgram(parts, indices, tensors, wait=options.backend == "c" or options.deterministic)
-        program.find()
         return Executable(parts[0].bound, extents, options, "c", reason, program)
 
     try:

@@ -34,8 +34,8 @@ def limits_of_fixed(bound: Bound, options: Options, tables: frozenset[str]) -> t
     always = {index.name for access in accesses for index in access.indices()}
     found: list[tuple[bool, float]] = []
     for name in layout.indices:
-        of_model = _is_feature(layout, name) or _in_written_rows(layout, name)
-        found.append((name in always, math.inf if of_model else _UNROLL_LIMIT if name in slots else -1))
+        most = _UNROLL_LIMIT if name in slots else -1
+        found.append((name in always, math.inf if _is_of_model(layout, name) else most))
     return tuple(found)
 
 
@@ -53,17 +53,12 @@ def fixed_extents(
     return tuple(sorted(fixed))
 
 
-def _in_written_rows(layout: Layout, index: str) -> bool:
-    """Return whether an index of no index tensor lies inside of the rows that are written, as features do."""
-    places = layout.plain[layout.indices.index(index)]
+def _is_of_model(layout: Layout, index: str) -> bool:
+    """Whether an index of no index tensor is behind the first axis of some tensor, or inside of rows that are written.
+
+    So are dense feature axes.
+    """
+    places, written = layout.plain[layout.indices.index(index)], layout.output_plain
     if any(layout.tensors[where] in layout.index_tensors for where, _ in places):
         return False
-    written = layout.output_plain
-    return index in written and None in written[: written.index(index)]
-
-
-def _is_feature(layout: Layout, index: str) -> bool:
-    """Return whether an index is a dense feature axis: of no index tensor, and not the first axis of some tensor."""
-    places = layout.plain[layout.indices.index(index)]
-    indexed = any(layout.tensors[where] in layout.index_tensors for where, _ in places)
-    return not indexed and any(axis > 0 for _, axis in places)
+    return any(axis > 0 for _, axis in places) or (index in written and None in written[: written.index(index)])

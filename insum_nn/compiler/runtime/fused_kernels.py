@@ -12,7 +12,7 @@ Programs may add to one output, which then is one sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, filterfalse
 from typing import Any, TypeVar
@@ -52,9 +52,12 @@ _LIMIT = 64
 _ONE_BY_ONE = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class One:
     """One of the statements, on the tensors of a call.
+
+    Raises:
+        FormError: no generated kernel runs it.
 
     Attributes:
         number: of the output that it adds to.
@@ -69,31 +72,18 @@ class One:
     number: int
     bound: Bound
     chosen: Executable
-    form: Form
     places: tuple[int, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: Sequence[Tensor]
     extents: Extents
+    form: Form = field(init=False)
 
-    @staticmethod
-    def of(
-        number: int,
-        bound: Bound,
-        chosen: Executable,
-        places: Sequence[int],
-        tensors: Sequence[Tensor],
-        extents: Extents,
-    ) -> One:
-        """Describe one of the statements.
-
-        Raises:
-            FormError: no generated kernel runs it.
-        """
+    def __post_init__(self) -> None:
+        bound, chosen = self.bound, self.chosen
         if not isinstance(chosen.run, Generated) or bound.epilogue:
             raise FormError(f"{bound.statement} is no generated kernel")
-        form = chosen.run.form.named(named_as(bound, chosen.bound))
-        if form.cells:
+        self.form = chosen.run.form.named(named_as(bound, chosen.bound))
+        if self.form.cells:
             raise FormError(f"{bound.statement} writes at affine subscripts")
-        return One(number, bound, chosen, form, tuple(places), tuple(tensors), extents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +291,7 @@ def _along(ones: Sequence[One], walk: Walk, decided: _Plan, options: Options, de
     plan, numbers = decided
     plan = plan.at(walk=[numbers[name] for name in walk])
     form = fused_form(walk, forms, outputs, bound, sizes, extents.output[axis], plan, deterministic=deterministic)
-    generated = Generated(bound, sizes, extents.output, {}, options, form=form)
+    generated = Generated(form, {}, options)
     order = [order.index(number) + (not owned) for number in range(len(order))]
     likes = [each.like for each in form.additional]
     rows = tuple([(n, at[likes[own - 1][0]], likes[own - 1][1]) for n, own in enumerate(order) if own])

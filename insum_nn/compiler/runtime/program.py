@@ -42,7 +42,7 @@ from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, 
 from insum_nn.compiler.runtime.recorded import record
 from insum_nn.compiler.runtime.traced import call_operator, constant, option_values, options_of
 from insum_nn.compiler.runtime.watch import StatementCall, statement_calls, watched
-from insum_nn.dtypes import is_widened, not_dense
+from insum_nn.dtypes import is_widened
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError, plural
 from insum_nn.facts import NO_FACTS, IndexFacts, NamedFacts, StaticTable
 from insum_nn.tensor_cache import insert, same_views
@@ -246,13 +246,10 @@ class Program:
         """The tensors in the layout's order, and the initial value; `None` where one is out of the ordinary."""
         if torch._C._is_any_autocast_enabled():
             return None
-        names, initial = self.names, None
+        starts = len(named) > len(self.names)
+        names = (*self.names, self.statement.output.name) if starts else self.names
         if len(named) != len(names):
-            initial = named.get(self.statement.output.name)
-            if initial is None or len(named) != len(names) + 1:
-                return None
-            if type(initial) not in PLAIN_TYPES or not_dense(initial) or initial.is_neg():
-                return None
+            return None
         ordered: list[Tensor] = []
         for name in names:
             tensor = named.get(name)
@@ -261,7 +258,7 @@ class Program:
             if tensor.is_meta or tensor.is_neg():  # type: ignore[union-attr]
                 return None
             ordered.append(tensor)  # type: ignore[arg-type]
-        return ordered, initial
+        return ordered, ordered.pop() if starts else None
 
     def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
         statement = self.statement

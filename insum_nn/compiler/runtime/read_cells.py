@@ -75,10 +75,6 @@ class UnreadCells:
             return found[0]
         with torch.inference_mode(False), torch.no_grad():
             unread = self.unread(named, first.device)
-        if (
-            validate
-            or any(t.is_inference() for t in indexed)
-            or (first.is_cuda and torch.cuda.is_current_stream_capturing())
-        ):
+        if validate or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
             return unread
         return _found.keep(indexed, self, (unread if bool(unread.any()) else None,))[0]

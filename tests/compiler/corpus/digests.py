@@ -13,7 +13,6 @@ from torch.fx.node import _get_qualified_name
 
 from insum_nn.compiler.codegen.calls import Call, CallGraph
 from insum_nn.compiler.ir.schedule import Schedule, precision_of
-from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.launch import function_of
 from insum_nn.compiler.kernels.sized import strides_of
 from insum_nn.compiler.kernels.source import Source, write_kernel
@@ -22,7 +21,7 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.library_calls import library_calls_of
 from insum_nn.compiler.schedule.candidates import candidates
 from insum_nn.compiler.schedule.defaults import default_schedule
-from insum_nn.compiler.schedule.form import Form, FormError
+from insum_nn.compiler.schedule.form import Form, FormError, make_form
 from insum_nn.dtypes import dtype_of
 from tests.compiler.corpus.statements import DEVICE_TYPE, Entry
 
@@ -50,11 +49,11 @@ def code_of(entry: Entry, *, intermediate: bool = True, kernels: bool = True) ->
     if not kernels:
         return
     try:
-        program = Generated(entry.bound, entry.sizes, entry.extents.output, dict(entry.tables), entry.options)
+        tables, deterministic = dict(entry.tables), entry.options.deterministic
+        form = make_form(entry.bound, entry.sizes, entry.extents.output, tables, deterministic=deterministic)
     except FormError as error:
         yield "kernel", f"none: {error}"
         return
-    form = program.form
     default = default_schedule(form)
     for schedule in candidates(form) if entry.every_candidate else (default,):
         source = _source(entry, form, schedule)
