@@ -219,6 +219,24 @@ def test_library_calls_serve_until_the_function_is_compiled(monkeypatch: pytest.
     assert c_compiler.CFunction(own.text, "insum", function.arguments).find()
 
 
+def test_library_calls_serve_several_statements_until_their_function_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """None of them has a function of its own compiled in the meantime."""
+    monkeypatch.delenv("INSUM_NN_COMPILE_WORKERS")
+    monkeypatch.setenv("INSUM_NN_CACHE_DIR", str(tmp_path))
+    waiting: list[c_compiler.CFunction] = []
+    monkeypatch.setattr(c_compiler, "submit", waiting.append)
+    insum_nn.clear_cache()
+    x, program = torch.randn(5), insum_nn.compile("S[i] = exp(x[i]); Z += S[i]; Y[i] = S[i] / Z")
+    for _ in range(3):
+        torch.testing.assert_close(program(x=x), x.softmax(0))
+    (function,) = waiting
+    function.compile()
+    torch.testing.assert_close(program(x=x), x.softmax(0))
+    assert [p.run.compiled for p in execution._cache.values() if isinstance(p.run, c_program.CProgram)] == [True]
+
+
 def test_deterministic_calls_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch):
     """Rounding may not change when the function takes over."""
     monkeypatch.delenv("INSUM_NN_COMPILE_WORKERS")

@@ -366,7 +366,10 @@ class StatementGraph:
         sizes: list[Sizes] = []
         for step in self.steps:
             sizes.append(tuple(map(extents[step.source].__getitem__, step.indices)))
-        if run is None and self.alone is None and self._read:
+        if run is None and self.alone is not None:
+            given = list(map(pool.__getitem__, self.steps[0].places))
+            return (run_plain(self.alone, given, None, Extents(sizes[0], shapes[0])),)  # type: ignore[arg-type]
+        if run is None and self._read:
             given: list[Any] = list(map(pool.__getitem__, self._read))
             # Whether one kernel of several statements is faster depends on sizes: operators say where it is made.
             if given[0].is_cpu and not (artifact := self.artifact(given)).generated:
