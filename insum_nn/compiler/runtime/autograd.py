@@ -131,7 +131,7 @@ class Call:
             result = inline(spec, tensors, initial, extents)
         else:
             result = (run_plain if self.plain else run_spec)(spec, tensors, initial, extents)
-        ctx.dtype = value_dtype(spec, tensors, initial) if spec.epilogue else None
+        ctx.dtype = value_dtype(spec, tensors, initial) if spec.finishes else None
         # An extremum is compared with its terms, and an activation may be differentiated from its output.
         keeps = spec.epilogue.activation or not spec.adds
         ctx.save_for_backward(*saved, result if keeps else None, None if spec.adds else initial)
@@ -141,7 +141,7 @@ class Call:
         graph, sizes, shapes = self.graph, self.sizes, self.shapes
         *pool, initial = ctx.saved_tensors
         spec, needs = graph.alone, ctx.needs_input_grad[2:]
-        if spec is not None and spec.epilogue:
+        if spec is not None and spec.finishes:
             name = spec.epilogue.activation
             backward = None if name is None else ACTIVATIONS[name]
             grads = ((grads[0] if backward is None else backward(grads[0], pool[-1])).to(ctx.dtype),)
@@ -258,7 +258,7 @@ def apply(
         # `z.conj().imag` is a view of `z` and a bit that torch's operators obey; kernels read memory as it is.
         tensors = [t.resolve_neg() for t in tensors]
         initial = None if initial is None else initial.resolve_neg()
-    if spec.epilogue:
+    if spec.finishes:
         return _finished(spec, tensors, initial, extents, traced=traced)
     may_learn = traced and torch.is_grad_enabled()
     if spec.apart is not None and (may_learn or is_transformed() or _learned((*tensors, initial))):
@@ -275,7 +275,7 @@ def apply(
 
 def apply_recorded(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None, extents: Extents) -> Tensor:
     """`apply` where autograd records a call on plain tensors, none lazily negated, and nothing else follows it."""
-    if spec.epilogue or spec.apart is not None:
+    if spec.finishes or spec.apart is not None:
         return apply(spec, tensors, initial, extents, plain=True)
     return record(Call(spec.graph, (extents.indices,), (extents.output,), True), initial, *tensors)  # type: ignore[no-any-return]
 

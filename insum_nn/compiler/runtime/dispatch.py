@@ -115,6 +115,11 @@ class Spec:
         return first, second
 
     @cached_property
+    def finishes(self) -> bool:
+        """Whether something follows its sum."""
+        return bool(self.epilogue)
+
+    @cached_property
     def agree(self) -> Agreement:
         """What finds the sizes of a call where all that is given agrees."""
         return agreement_of(self.statement)
