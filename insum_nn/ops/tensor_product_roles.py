@@ -92,9 +92,9 @@ class Joint:
                 written[role].setdefault(output, step)
         self._results = {role: _Result(layout, role, own, device, dtype) for role, own in written.items()}
         # A sum of several statements is rounded once.
-        adds = len(steps) > len(outputs) and paths_are_products(device) and is_widened(dtype)
-        self._sums = torch.float32 if adds else None
-        self._together = together and len(steps) > 1 and not adds
+        sums = [role for role, step in steps if step.role != "g" and paths_are_products(device) and is_widened(dtype)]
+        self._wide = {role for role in roles if sums.count(role) > len(written[role])}
+        self._together = together and len(steps) > 1 and not self._wide
         fixed = {*slots.values()} - {*self._reads}
         self.graph = StatementGraph(statements, deterministic=deterministic, fixed=fixed)
         # Those of calls, by the shapes of their operands.
@@ -163,8 +163,8 @@ class Joint:
             if initial is not None:
                 # Packed entries of one multiplicity have one or two axes of copies.
                 initial = initial.reshape(shape)
-            if self._sums is not None:
-                part = program.writing(self._sums)(tensors=program.named(tensors, None), out_shape=shape)
+            if role in self._wide:
+                part = program.writing(torch.float32)(tensors=program.named(tensors, None), out_shape=shape)
                 made[output] = part if initial is None else part + initial
             elif plain:
                 made[output] = program.run_plain(tensors, shape, initial)
