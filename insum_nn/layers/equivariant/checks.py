@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum_nn.dtypes import FLOATS
+from insum_nn.dtypes import FLOATS, INDEX_DTYPES
 from insum_nn.errors import InsumShapeError
 from insum_nn.faults import Faults
 from insum_nn.ops.statements import under_autocast
@@ -23,24 +24,31 @@ class InputError(InsumShapeError, AssertionError, RuntimeError):
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def fits_plainly(product: Any, x: Tensor, y: Tensor, weight: object) -> bool:
+def fits_plainly(product: Any, x: Tensor, y: Tensor, weight: object, ends: Sequence[object] = ()) -> bool:
     """Return whether inputs need no further checks: matrices of one dtype on one device, and no active mode.
 
     Args:
         product: a tensor product of ours.
-        x: wanted (any, in1).
-        y: wanted (any, in2).
-        weight: wanted (numel,) if all samples share the weights, else (any, numel).
+        x: wanted (z, in1), or (any, in1) along edges.
+        y: wanted (z, in2).
+        weight: wanted (numel,) if all samples share the weights, else (z, numel).
+        ends: of edges; wanted (z,) each.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if type(x) not in _PLAIN or type(y) not in _PLAIN or not isinstance(weight, Tensor) or type(weight) not in _PLAIN:
         return False
-    dtype, device, numel = x.dtype, x.device, product.weight_numel
+    if x.dim() != 2 or y.dim() != 2:
+        return False
+    dtype, device, numel, rows = x.dtype, x.device, product.weight_numel, y.shape[0]
+    for end in ends:
+        plain = type(end) is Tensor and end.shape == (rows,) and end.device == device
+        if not plain or end.dtype not in INDEX_DTYPES:  # type: ignore[attr-defined]
+            return False
     return (
-        x.dim() == y.dim() == 2
-        and weight.dim() == (1 if product.shared_weights else 2)
-        and (x.shape[1], y.shape[1], weight.shape[-1]) == (product._in1_dim, product._in2_dim, numel)
+        (bool(ends) or x.shape[0] == rows)
+        and (x.shape[1], y.shape[1]) == (product._in1_dim, product._in2_dim)
+        and weight.shape == ((numel,) if product.shared_weights else (rows, numel))
         and y.dtype == dtype
         and y.device == device
         and dtype in FLOATS

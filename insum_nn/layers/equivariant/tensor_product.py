@@ -234,15 +234,6 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
             check_inputs(self, x, y, weight)
         return to_autocast(x), to_autocast(y), to_autocast(weight)
 
-    def _is_plain(self, x: Tensor, y: Tensor, weight: Tensor | None) -> bool:
-        """Return whether inputs need no checks, casts or broadcasting."""
-        # Without weights of its own it has an empty tensor, which fits no call that needs some.
-        weight = self.weight if weight is None else weight
-        if not fits_plainly(self, x, y, weight) or x.shape[0] != y.shape[0]:
-            return False
-        # One weight for a whole batch is a shared one.
-        return self.shared_weights or (weight.shape[0] == x.shape[0] != 1)
-
     def _flat(self, tensor: Tensor, batch: list[int]) -> Tensor:
         """Return a tensor as a matrix, a row for each sample of the batch."""
         return tensor.expand(1, *batch, tensor.shape[-1]).flatten(0, -2)
@@ -259,8 +250,11 @@ class TensorProduct(WeightedLayer, o3.TensorProduct):
         Returns:
             (..., irreps_out.dim).
         """
-        if self._is_plain(x, y, weight):
-            return checked_product(self._text, x, y, self.weight if weight is None else weight)
+        # Without weights of its own it has an empty tensor, which fits no call that needs some.
+        w: Tensor = self.weight if weight is None else weight
+        # One weight for a whole batch is a shared one.
+        if fits_plainly(self, x, y, w) and (self.shared_weights or w.shape[0] != 1):
+            return checked_product(self._text, x, y, w)
         x, y, w = self._prepared(x, y, self._get_weights(weight))
         batch = batch_of(self, x, y, w)
         x, y, text = self._flat(x, batch), self._flat(y, batch), self._text

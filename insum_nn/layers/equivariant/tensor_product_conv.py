@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options, require_options
-from insum_nn.dtypes import INDEX_DTYPES
 from insum_nn.errors import raise_collected
 from insum_nn.faults import Faults
 from insum_nn.layers.equivariant.adoption import ProductLayer
@@ -208,25 +207,13 @@ class TensorProductConv(ProductLayer, torch.nn.Module):
     ) -> Tensor:
         product = self.tensor_product
         weight = product.weight if W is None and product.internal_weights else product._get_weights(W)
-        if self._is_plain(X, Y, weight, rows, cols) and sender_perm is None:
+        if sender_perm is None and fits_plainly(product, X, Y, weight, (rows, cols)):
             return checked_product(self._text, X, Y, weight, rows, cols, num_nodes)
         self._check(X, Y, weight, rows, cols, sender_perm)
         x, y, weight = to_autocast(X), to_autocast(Y), to_autocast(weight)
         if not product.shared_weights and weight.shape[0] == 1 != y.shape[0]:
             weight = weight.expand(y.shape[0], -1)
         return checked_product(self._text, x, y, weight, rows, cols, num_nodes)
-
-    def _is_plain(self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor) -> bool:
-        """Return whether inputs need no checks, casts or broadcasting."""
-        product = self.tensor_product
-        if not fits_plainly(product, X, Y, weight):
-            return False
-        edges = Y.shape[0]
-        for end in (rows, cols):
-            if type(end) is not Tensor or end.shape != (edges,) or end.dtype not in INDEX_DTYPES:
-                return False
-        one_device = rows.device == cols.device == X.device
-        return one_device and (product.shared_weights or weight.shape[0] == edges)
 
     def _check(
         self, X: Tensor, Y: Tensor, weight: Tensor, rows: Tensor, cols: Tensor, sender_perm: Tensor | None
