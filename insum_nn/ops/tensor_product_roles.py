@@ -238,19 +238,15 @@ class _Result:
         return torch.cat(pieces, -1)
 
 
-def _steps_of(layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool) -> Steps:
-    """Return the statements of a role in order, on a device."""
-    found = statements_of(layout, role, staged=staged and role not in "wb" and not paths_are_products(device))
-    return [(role, step.put_on(device, dtype)) for each in found for step in (each.first, each) if step is not None]
-
-
 def joint_of(
     layout: ProductLayout, role: str, device: torch.device, dtype: torch.dtype, *, staged: bool = True
 ) -> Joint:
     """Return what runs one role statement by statement; remembered. Without `staged` in one step always."""
 
     def build() -> Joint:
-        return Joint(layout, role, _steps_of(layout, role, device, dtype, staged=staged), device, dtype)
+        found = statements_of(layout, role, staged=staged and role not in "wb" and not paths_are_products(device))
+        steps = [step.put_on(device, dtype) for each in found for step in (each.first, each) if step is not None]
+        return Joint(layout, role, [(role, step) for step in steps], device, dtype)
 
     return layout.keep(("role", role, device, dtype, staged), build)
 
