@@ -30,7 +30,7 @@ from insum_nn.compiler.runtime.fixed_extents import fixed_extents
 from insum_nn.compiler.runtime.modes import exceeds, size_hint
 from insum_nn.compiler.schedule.form import Form, FormError, make_form
 from insum_nn.compiler.schedule.group_by_key import group_by_key
-from insum_nn.compiler.schedule.tune import choose_unmeasured
+from insum_nn.compiler.schedule.tune import choose_schedule
 from insum_nn.compiler.tuning.database import size_bucket
 from insum_nn.facts import StaticTable
 
@@ -73,7 +73,8 @@ def inline_kernel(
     form = group_by_key(form, shapes, deterministic=False)
     precision = precision_of(fixed.dtype, options.precision)
     device = tensors[0].device
-    schedule = choose_unmeasured(form, tables, size_bucket(likely), likely, device, precision).candidate
+    bucket = size_bucket(likely)
+    schedule = choose_schedule(form, tables, bucket, device, likely, None, precision, options).candidate
     wide = exceeds(reaches(form, tensors, initial, extents), WIDE)
     strides = Strides(tuple(t.is_contiguous() for t in tensors), wide, False, initial_steps(initial))
     partition: RowPartition | None = None

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.misses import labels_of
 from insum_nn.compiler.lang.syntax import Access, Index, Subscript
 from insum_nn.facts import StaticTable
 
@@ -98,21 +99,18 @@ def choose_unrolling(bound: Bound, tables: Mapping[str, StaticTable], most: int 
     indices = tuple(dict.fromkeys(i.name for a in accesses for i in a.indices()))
     steps = _steps(bound, tables, fixed)
     names = tuple(i for i in indices if i not in steps)
-    static_factors = [f for f in statement.reads if f.name in tables]
-    entries = [n for a in statement.accesses() for n in a.nested() if n.name in tables and steps.isdisjoint(_names(n))]
     shape = [fixed[name] for name in names]
     if math.prod(shape) > 64 * _TERM_LIMIT:
         return nothing
     values = np.indices((*shape, 1)).reshape(len(names) + 1, -1)[:-1]
     places = dict(zip(names, values, strict=True))
     kept = np.full(math.prod(shape), True)
-    for access in entries:
-        # A missing entry is below 0.
-        entry, there = _read(access, places, tables)
-        kept = kept & there & (entry >= 0)
-    for access in static_factors:
-        factor, there = _read(access, places, tables)
-        kept = kept & there & (factor != 0)
+    for access in accesses:
+        is_factor = access in statement.reads
+        if is_factor or steps.isdisjoint(labels_of(access)):
+            # A missing entry is below 0.
+            value, there = _read(access, places, tables)
+            kept = kept & there & (value != 0 if is_factor else value >= 0)
     count = int(kept.sum())
     if most is not None and count > most:
         return replace(nothing, places=())
@@ -145,7 +143,7 @@ def _steps(bound: Bound, tables: Mapping[str, StaticTable], fixed: Mapping[str, 
     for access in atoms:
         if isinstance(access, Index) or access.name not in tables:
             continue
-        names = _names(access)
+        names = labels_of(access)
         found |= {*names}
         entries = _values(access, names, tables, fixed)
         # Indices behind which others are left have to step alike at all values of these.
@@ -155,10 +153,6 @@ def _steps(bound: Bound, tables: Mapping[str, StaticTable], fixed: Mapping[str, 
             if steps is None or bool((steps == 0).any()) or any(np.diff(steps, axis=other).any() for other in left):
                 unrolled.add(names[axis])
     return frozenset(found - unrolled)
-
-
-def _names(access: Access) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(i.name for i in access.indices()))
 
 
 def _values(

@@ -30,7 +30,7 @@ from insum_nn.compiler.tuning.progress import progress
 from insum_nn.compiler.tuning.select import Selected, Task, active, select
 from insum_nn.facts import StaticTable
 
-__all__ = ["capturing", "choose_schedule", "choose_unmeasured", "select_or_tune", "worth_selecting"]
+__all__ = ["capturing", "choose_schedule", "select_or_tune", "worth_selecting"]
 
 T = TypeVar("T")
 
@@ -78,22 +78,36 @@ def choose_schedule(
     form: Form,
     tables: Mapping[str, StaticTable],
     bucket: tuple[int, ...],
-    tensors: Sequence[Tensor],
+    given: Sequence[Tensor] | torch.device,
     extents: Extents,
     initial: Tensor | None,
     precision: Precision,
     options: Options,
 ) -> Selected[Schedule]:
-    """Select the schedule of a form for a bucket of sizes."""
-    where = tensors[0].device
+    """Select the schedule of a form for a bucket of sizes; `given`: tensors to measure it on, or else their device."""
+    where = given if isinstance(given, torch.device) else given[0].device
     device = device_of(where)
-    if not worth_selecting(extents):
+
+    def unmeasured() -> Selected[Schedule]:
         return Selected(*without_measuring(form, device))
+
+    if not worth_selecting(extents):
+        return unmeasured()
+    more = {"precision": precision, "combine": form.strategy if form.stack is None else f"{form.strategy} by key"}
+    if form.even:
+        # In one bucket of sizes, what suits rows of equal length need not suit those of a power law.
+        more["rows"] = "even"
+    if form.additional:
+        more["algorithm"] = store.digest(form.plan.at(bucket=None).key)
+    key, weight = store.key_of("schedule", form.bound, tables, bucket, where, **more), math.prod(extents.indices)
+    task = Task(key, unmeasured, Schedule.from_json, Schedule.to_json, weight=float(weight))
+    if isinstance(given, torch.device):
+        return select(task)
     # What is tried is not what is decided.
-    tried, given = replace(form, plan=NO_PLAN), [t.detach() for t in tensors]
+    tried, tensors = replace(form, plan=NO_PLAN), [t.detach() for t in given]
 
     def trial(schedule: Schedule) -> _Trial:
-        return _Trial(tried, schedule, given, extents, initial, precision)
+        return _Trial(tried, schedule, tensors, extents, initial, precision)
 
     def measure(before: Schedule | None) -> Sequence[tuple[Schedule, float]]:
         schedules = fitting(form, device)[:_MOST]
@@ -107,7 +121,7 @@ def choose_schedule(
         return not capturing() and trial(schedule).runs()
 
     def rule() -> Selected[Schedule]:
-        schedule, reason = without_measuring(form, device)
+        schedule, reason = unmeasured()
         if is_measured(device) or capturing():
             return Selected(schedule, reason)
         # What a program needs is estimated; on a device that was never measured, it is compiled to see.
@@ -115,46 +129,7 @@ def choose_schedule(
         found = next((each for each in order if runs(each)), schedule)
         return Selected(found, reason if found == schedule else f"the next that the device has room for; {reason}")
 
-    task = _task(form, tables, bucket, extents, where, precision)
     return select_or_tune(replace(task, rule=rule, measure=measure, runs=runs), options)
-
-
-def choose_unmeasured(
-    form: Form,
-    tables: Mapping[str, StaticTable],
-    bucket: tuple[int, ...],
-    extents: Extents,
-    where: torch.device,
-    precision: Precision,
-) -> Selected[Schedule]:
-    """Select the schedule of a form where there are no values to measure it on."""
-    if not worth_selecting(extents):
-        return Selected(*without_measuring(form, device_of(where)))
-    return select(_task(form, tables, bucket, extents, where, precision))
-
-
-def _task(
-    form: Form,
-    tables: Mapping[str, StaticTable],
-    bucket: tuple[int, ...],
-    extents: Extents,
-    where: torch.device,
-    precision: Precision,
-) -> Task[Schedule]:
-    """The schedule of a form, which is not measured."""
-    more = {"precision": precision, "combine": form.strategy if form.stack is None else f"{form.strategy} by key"}
-    if form.even:
-        # In one bucket of sizes, what suits rows of equal length need not suit those of a power law.
-        more["rows"] = "even"
-    if form.additional:
-        more["algorithm"] = store.digest(form.plan.at(bucket=None).key)
-    key = store.key_of("schedule", form.bound, tables, bucket, where, **more)
-    weight = float(math.prod(extents.indices))
-
-    def rule() -> Selected[Schedule]:
-        return Selected(*without_measuring(form, device_of(where)))
-
-    return Task(key, rule, Schedule.from_json, Schedule.to_json, weight=weight)
 
 
 def _measure(
