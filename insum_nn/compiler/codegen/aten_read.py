@@ -12,7 +12,7 @@ import torch
 from insum_nn.compiler.codegen.calls import Call, CallGraph
 from insum_nn.compiler.ir.access import Labels, affine_terms, labels_of, plain_labels, scattered_axes
 from insum_nn.compiler.ir.build import INITIAL
-from insum_nn.compiler.ir.graph import loops_of, store_of
+from insum_nn.compiler.ir.graph import loops_of, stores_of
 from insum_nn.compiler.ir.nodes import Buffer, Const, Expr, Index, Kernel, Load, Size, walk
 from insum_nn.compiler.options import Options
 from insum_nn.dtypes import is_widened, wide_dtype
@@ -58,7 +58,7 @@ class GraphWriter:
         self.options = options
         self.compiled = compiled
         self.may_be_empty = empty
-        self.target = store_of(kernel)
+        (self.target,) = stores_of(kernel)
         self.output = self.target.buffer
         self.dtype: torch.dtype = getattr(torch, self.output.dtype)
         self.widens = is_widened(self.dtype)

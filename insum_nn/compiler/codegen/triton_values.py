@@ -145,7 +145,10 @@ class Values:
         if isinstance(expr, Index):
             return self.indices[expr.name]
         if isinstance(expr, Load):
-            return self.total(expr.buffer) if expr.buffer.local else self.load(expr)
+            if not expr.buffer.local:
+                return self.load(expr)
+            # It changes from one statement to the next.
+            return Value(self.name_of(expr.buffer), self.totals[expr.buffer], len(self.scopes) - 1)
         if isinstance(expr, Cast):
             return self.cast(expr)
         assert isinstance(expr, Op), expr
@@ -187,10 +190,6 @@ class Values:
         if integers:
             text += f".to(tl.{integer or self.integer})"
         return self.named(text, expr.buffer.name, axes, depth)
-
-    def total(self, buffer: Buffer) -> Value:
-        """Return an accumulator, which changes from one statement to the next."""
-        return Value(self.name_of(buffer), self.totals[buffer], len(self.scopes) - 1)
 
     def name_of(self, buffer: Buffer) -> str:
         """Return an accumulator's name, which differs between parts: branches would have to agree on its type."""

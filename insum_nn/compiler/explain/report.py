@@ -20,7 +20,7 @@ from insum_nn.compiler.ir.nodes import Buffer, Size
 from insum_nn.compiler.kernels.c_program import CProgram
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.generated import Generated
-from insum_nn.compiler.lang.bind import Bound, Extents, layout_of, show_shape
+from insum_nn.compiler.lang.bind import Bound, Extents, layout_of, show_dtype, show_shape
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.options import Options
@@ -149,7 +149,7 @@ class Explanation:
             yield "kernel source", "\n\n".join(self._sources)
 
     def _extents(self) -> str:
-        rows = [(row.name, _extent(row.extent), row.source) for row in self.extents]
+        rows = [(row.name, "?" if row.extent is None else str(row.extent), row.source) for row in self.extents]
         if self.output_shape is not None:
             rows.append((self.statement.output.name, show_shape(self.output_shape), "the result"))
         return table(("name", "extent", "from"), rows)
@@ -157,9 +157,11 @@ class Explanation:
     def _tensors(self) -> str:
         rows: list[tuple[str, ...]] = []
         for row in self.tensors:
-            details = () if row.shape is None else (show_shape(row.shape), _dtype(row.dtype), row.device or "")
-            facts = (_facts(row.facts) if row.facts is not None else "",) if details else ()
-            rows.append((row.name, row.kind, ", ".join(row.accesses), *details, *facts))
+            details: tuple[str, ...] = ()
+            if row.shape is not None and row.dtype is not None:
+                facts = "" if row.facts is None else _facts(row.facts)
+                details = (show_shape(row.shape), show_dtype(row.dtype), row.device or "", facts)
+            rows.append((row.name, row.kind, ", ".join(row.accesses), *details))
         detailed = any(row.shape is not None for row in self.tensors)
         head = ("tensor", "kind", "read as", "shape", "dtype", "device", "facts")
         return table(head if detailed else head[:3], rows)
@@ -282,13 +284,11 @@ def _tensor_rows(
 ) -> Iterator[TensorRow]:
     layout = layout_of(statement)
     for position, name in enumerate(layout.tensors):
-        read = [a for a in statement.accesses() if a.name == name and a is not statement.output]
+        read = dict.fromkeys(str(a) for a in statement.accesses() if a.name == name and a is not statement.output)
         kinds = ("index" if name in layout.index_tensors else "", "factor" if name in layout.value_tensors else "")
-        row = TensorRow(name, " and ".join(filter(None, kinds)), tuple(dict.fromkeys(map(str, read))))
-        if inputs is not None:
-            facts = bound.facts[position] if bound is not None and name in layout.index_tensors else None
-            row = _described(row, inputs[0][position], facts)
-        yield row
+        facts = bound.facts[position] if bound is not None and name in layout.index_tensors else None
+        row = TensorRow(name, " and ".join(filter(None, kinds)), tuple(read))
+        yield row if inputs is None else _described(row, inputs[0][position], facts)
     if inputs is not None and inputs[1] is not None:
         row = TensorRow(statement.output.name, "initial value", (str(statement.output),))
         yield _described(row, inputs[1], None)
@@ -303,14 +303,6 @@ def _described(row: TensorRow, tensor: Tensor, facts: IndexFacts | None) -> Tens
 
 def _paragraph(decision: Decision) -> str:
     return textwrap.fill(str(decision), 110, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
-
-
-def _dtype(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _extent(extent: int | None) -> str:
-    return "?" if extent is None else str(extent)
 
 
 def _facts(facts: IndexFacts) -> str:

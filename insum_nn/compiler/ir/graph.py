@@ -8,7 +8,7 @@ from insum_nn.compiler.ir.build import INITIAL
 from insum_nn.compiler.ir.nodes import Const, Expr, If, Index, Kernel, Loop, Op, Stmt, Store, operands
 
 __all__ = ["ENTRY", "ROW", "around", "extent_of", "factor_dtype", "factors_of", "loops_of", "statements_in"]
-__all__ += ["store_of", "stores_of"]
+__all__ += ["stores_of"]
 
 # Of loops over the rows of an output, and over the entries of one: see `passes/own_rows.py`.
 ROW, ENTRY = Index("row"), Index("entry")
@@ -44,12 +44,6 @@ def around(loops: Iterable[Loop], body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
 def extent_of(loop: Loop) -> int | None:
     """The extent of a loop, if it is compiled in."""
     return int(loop.end.value) if isinstance(loop.end, Const) and loop.begin is Const(0) else None
-
-
-def store_of(kernel: Kernel) -> Store:
-    """Return the one store of an algorithm."""
-    (store,) = stores_of(kernel)
-    return store
 
 
 def stores_of(kernel: Kernel) -> tuple[Store, ...]:
