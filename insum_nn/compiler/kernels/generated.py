@@ -9,13 +9,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from insum_nn.compiler.ir.schedule import UNDIVIDED, Precision, Schedule, precision_of
+from insum_nn.compiler.ir.schedule import Precision, Schedule, precision_of
 from insum_nn.compiler.kernels.collection import collection_of
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.kernels.row_partition import (
     RowPartition,
     divisions_of,
-    longest_row,
     partition_for,
     partition_of,
 )
@@ -23,9 +22,8 @@ from insum_nn.compiler.kernels.sized import WIDE, UnsizedKernel, reach_of, strid
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.printed import Body, Run, Sizes
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.schedule.form import CELLS, LONGEST, ROW_LOOP, Form
+from insum_nn.compiler.schedule.form import CELLS, ROW_LOOP, Form
 from insum_nn.compiler.schedule.group_by_key import group_by_key
-from insum_nn.compiler.schedule.placement import MANY_TERMS
 from insum_nn.compiler.schedule.plan import keep_plans
 from insum_nn.compiler.schedule.tune import capturing, choose_schedule
 from insum_nn.compiler.tuning.build_once import BuildOnce
@@ -79,39 +77,35 @@ class Generated:
         """
         bucket, read = size_bucket(extents), self._read
         form = self._form(bucket, tensors, extents)
-        place, permuted, stack, by_length = form.row_index_place, form.permuted, form.stack, self._by_length(form)
-        # By the kind of its longest row where schedules differ in it, and how tensors lie in memory.
+        place, permuted, stack = form.row_index_place, form.permuted, form.stack
+        # By how tensors lie in memory.
         kernels: dict[object, UnsizedKernel] = {}
-        schedules: dict[object, Schedule] = {}
+        decided: list[Schedule] = []
         further = bool(form.additional)
 
-        def decide(lengths: object, tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Schedule:
+        def decide(tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None) -> Schedule:
             schedule = self._schedule(bucket, tensors, extents, initial).candidate
             if not self.undecided(tensors):
-                schedules[lengths] = schedule
+                decided.append(schedule)
             return schedule
 
         def run(
             tensors: Sequence[Tensor], extents: Sequence[Sizes], shapes: Sequence[Sizes], initial: Tensor | None
         ) -> tuple[Tensor, ...]:
             (indices,), (output,) = extents, shapes
-            lengths, partition, rows = None, None, 0
+            partition, rows = None, 0
             divisions: Mapping[int, RowPartition] = {}
             if place >= 0:
                 rows = output[form.row_axis] if stack is None else tensors[stack[0]].shape[stack[1]]
                 divisions = divisions_of(tensors[place], rows, permuted)
-            if by_length:
-                whole = divisions.get(UNDIVIDED)
-                longest = longest_row(tensors[place], rows, permuted) if whole is None else whole.longest
-                lengths = form.lengths(indices, output, longest)
-            schedule = schedules.get(lengths) or decide(lengths, tensors, Extents(indices, output), initial)
-            key: object = lengths
+            schedule = decided[0] if decided else decide(tensors, Extents(indices, output), initial)
+            key: object = None
             if place >= 0:
                 chunk = schedule.chunk if stack is None else -schedule.m
                 partition = divisions.get(chunk)
                 if partition is None:
                     partition = partition_of(tensors[place], rows, permuted, chunk)
-                key = (lengths, partition.target is not None)
+                key = partition.target is not None
             if initial is not None:
                 key = (key, initial.ndim if initial.is_contiguous() else initial.stride())
             for n in read:
@@ -183,13 +177,6 @@ class Generated:
             insert(self._forms, bucket, form, _LIMIT)
         return form
 
-    def _by_length(self, form: Form) -> bool:
-        """Whether a choice depends on the length of a call's longest row."""
-        if form.row_index is None or form.additional:
-            return False
-        few = form.plan.get("few terms", lambda: len(form.unrolled) <= MANY_TERMS)
-        return few and form.product is None
-
     def undecided(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a later call may decide otherwise: while a CUDA graph is captured nothing is measured."""
         return self.options.tune and tensors[0].is_cuda and capturing()
@@ -197,21 +184,16 @@ class Generated:
     def _schedule(
         self, bucket: tuple[int, ...], tensors: Sequence[Tensor], extents: Extents, initial: Tensor | None
     ) -> Selected[Schedule]:
-        """The schedule for a call: one for all sizes, and longest rows, within a factor of two."""
+        """The schedule for a call: one for all sizes within a factor of two."""
         form = self._form(bucket, tensors, extents)
-        key: object = (bucket, False, 0)
-        if self._by_length(form):
-            longest = longest_row(tensors[form.row_index_place], extents.output[form.row_axis], form.permuted)
-            key = (bucket, *form.lengths(extents.indices, extents.output, longest))
-            form = replace(form, sizes={**form.sizes, LONGEST: longest})
 
         def choose() -> Selected[Schedule]:
             chosen = choose_schedule(form, self.tables, bucket, tensors, extents, initial, self.precision, self.options)
             if not self.undecided(tensors):
-                self._schedules[key] = chosen
+                self._schedules[bucket] = chosen
             return chosen
 
-        return self._choosing.get(key, lambda: self._schedules.get(key), choose)
+        return self._choosing.get(bucket, lambda: self._schedules.get(bucket), choose)
 
 
 def _combining(form: Form) -> tuple[str, str, str]:

@@ -31,7 +31,6 @@ __all__ = [
     "divisions_of",
     "keep_bitmasks",
     "keep_lengths",
-    "longest_row",
     "new_bitmasks_of",
     "partition_for",
     "partition_of",
@@ -185,11 +184,6 @@ def divisions_of(index: Tensor, rows: int, permuted: bool) -> Divisions:
     """The row partitions of an index tensor that were made; see `partition_of`, which makes others."""
     found: Divisions | None = _structures.of(index, (rows, permuted))
     return _structures.keep((index,), (rows, permuted), {}) if found is None else found
-
-
-def longest_row(index: Tensor, rows: int, permuted: bool) -> int:
-    """Terms of the longest row; see `partition_of`, which then finds the rows that no chunk divides."""
-    return partition_of(index, rows, permuted, UNDIVIDED).longest
 
 
 def _ordered(index: Tensor, rows: int, permuted: bool) -> tuple[Tensor, Tensor | None, torch.dtype]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from insum_nn.compiler.ir.schedule import UNDIVIDED, Schedule, power
-from insum_nn.compiler.schedule.form import CELLS, ENTRY, LONGEST, ROW_LOOP, Form, Product
+from insum_nn.compiler.schedule.form import CELLS, ENTRY, ROW_LOOP, Form, Product
 from insum_nn.compiler.schedule.placement import MANY_TERMS, element_axes
 from insum_nn.dtypes import is_widened
 
@@ -49,23 +49,14 @@ def default_schedule(form: Form, *, divided: bool = False) -> Schedule:
         if lanes >= 4 * 32:
             return Schedule(m=max(1, lanes // n), n=n, warps=1, chunk=_chunk_of_rows(form))
     k = min(power(length), 8 if n >= 64 else 16 if n >= 16 else 32)
-    longest = form.longest
     if few := _few(form, n * k):
         # Rows four times as long as the mean take one step.
-        wide = min(32 if n < 16 else 16 if n <= 32 else 8, 4 * power(length))
-        # Rows none of which takes many steps as it is need no more lanes.
-        k = max(k, wide if longest is None else min(wide, power(longest // 8)))
+        k = max(k, min(32 if n < 16 else 16 if n <= 32 else 8, 4 * power(length)))
     # A tile waits for the longest of its rows.
     size = 512 if few and n < 16 else 1024
     m = 1 if not rows else max(1, min(power(form.size(rows[-1])), size // (n * k)))
     warps = 1 if m * n * k <= 2048 else 4
     chunk = max(1, 64 // form.terms) if few else _chunk_of_rows(form)
-    if longest is not None and longest <= _STEPS * k:
-        # To divide rows takes a launch more, which so few steps are not worth.
-        chunk = max(chunk, power(form.sizes[LONGEST]))
-    elif longest is not None:
-        # One program adds up the parts of a row, for up to 128 columns.
-        chunk = max(chunk, power(form.sizes[LONGEST] * max(1, n // 64) // _ROW_PARTS))
     return Schedule(m=m, n=n, k=k, warps=warps, splits=_splits(form, m, n), chunk=chunk)
 
 
@@ -78,10 +69,6 @@ _WARPS = 1 << 13
 _FEW = 1 << 23
 
 
-# Steps that a row may take before it is divided.
-_STEPS = 12
-# Parts of a row at most, of up to 64 columns.
-_ROW_PARTS = 1024
 # Terms of an entry at most that are lanes of a step, with those of its neighbours.
 _GROUP = 16
 

@@ -83,8 +83,7 @@ def _halved(schedule: Schedule) -> Schedule:
 
 def without_measuring(form: Form, device: Device) -> tuple[Schedule, str]:
     """Return a schedule and why: the default, or where the device has no room for it, the next that fits."""
-    longest = 0 if form.longest is None else form.longest.bit_length()
-    return form.plan.get(("schedule", device, form.even, longest), lambda: _first_that_fits(form, device))
+    return form.plan.get(("schedule", device), lambda: _first_that_fits(form, device))
 
 
 def _first_that_fits(form: Form, device: Device) -> tuple[Schedule, str]:

@@ -37,7 +37,6 @@ from insum_nn.locks import cached_property
 __all__ = [
     "CELLS",
     "ENTRY",
-    "LONGEST",
     "ROW_LOOP",
     "AdditionalOutput",
     "Form",
@@ -49,12 +48,9 @@ __all__ = [
     "reads_of",
 ]
 
-# The loop over the rows that programs own, the loop over the entries of one, and, among sizes alone, the most entries
-# that a row has and the cells of the whole output.
-ROW_LOOP, ENTRY, LONGEST, CELLS = ROW.name, graph.ENTRY.name, "longest", "cells"
-
-# How many times the mean the longest row may have where rows count as even.
-_EVEN = 4.0
+# The loop over the rows that programs own, the loop over the entries of one, and, among sizes alone, the cells of the
+# whole output.
+ROW_LOOP, ENTRY, CELLS = ROW.name, graph.ENTRY.name, "cells"
 
 
 class FormError(Exception):
@@ -100,8 +96,7 @@ class Form:
     Attributes:
         bound: the statement.
         make: its algorithm, made once when it is first asked for.
-        sizes: extents of a call, the number of rows that programs own, and entries of the longest of them if known;
-            they steer choices.
+        sizes: extents of a call, and the number of rows that programs own; they steer choices.
         strategy: how terms reach the output.
         row_index: the read of an index tensor that says the output row of each term, with `strategy == "own"`.
         row_axis: the output axis it addresses; -1: it selects a matrix of `stack`.
@@ -212,43 +207,11 @@ class Form:
         """Entries of all rows."""
         return math.prod(self.sizes[x] for x in self.entries)
 
-    @property
-    def longest(self) -> int | None:
-        """Terms of the longest row, where that is known."""
-        entries = self.sizes.get(LONGEST)
-        return None if entries is None else entries * self.terms
-
-    @property
-    def even(self) -> bool:
-        """Whether rows of terms are known to be of similar length."""
-        longest, entries = self.sizes.get(LONGEST), self.terms_of_all
-        return longest is not None and 0 < entries and longest * self.rows <= _EVEN * entries
-
     @cached_property
     def places(self) -> dict[str, int]:
         """The position of each index among the extents of a call."""
         names = names_of(self.bound.statement).indices
         return {names[index]: place for place, index in enumerate(self.bound.layout.indices)}
-
-    def lengths(self, indices: tuple[int, ...], output: tuple[int, ...], longest: int) -> tuple[bool, int]:
-        """Return what choices ask of the rows of a call: `even`, and the magnitude of the longest one's terms.
-
-        Args:
-            indices: the sizes of the call.
-            output: the output's shape.
-            longest: entries of its longest row.
-        """
-        # No function for each index: calls at new sizes come here.
-        of_entries, of_terms = self._length_places
-        entries = math.prod(map(indices.__getitem__, of_entries))
-        terms = math.prod(map(indices.__getitem__, of_terms))
-        even = entries > 0 and longest * output[self.row_axis] <= _EVEN * entries
-        return even, (longest * max(1, terms)).bit_length()
-
-    @cached_property
-    def _length_places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The positions, among the extents of a call, of the indices of entries, and of those summed for each."""
-        return tuple(self.places[x] for x in self.entries), tuple(self.places[x] for x in self.reduce)
 
     @cached_property
     def _ends(self) -> dict[Index, Expr]:
