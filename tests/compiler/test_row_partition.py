@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import insum_nn
+from insum_nn.compiler.ir.schedule import UNDIVIDED
 from insum_nn.compiler.kernels import row_partition
 from insum_nn.compiler.kernels.row_partition import (
     RowPartition,
@@ -21,7 +22,6 @@ from insum_nn.compiler.kernels.row_partition import (
     divisions_of,
     keep_bitmasks,
     keep_lengths,
-    longest_row,
     partition_of,
 )
 from insum_nn.compiler.kernels.row_structures import divide_rows
@@ -167,7 +167,7 @@ def test_remembered_by_tensor_version_and_arguments():
 
 def test_the_longest_row_is_known_and_shares_that_divide_none_are_one():
     index = torch.tensor([4, 0, 4, 2, 4, -1, 0])
-    assert longest_row(index, 6, permuted=True) == 3
+    assert partition_of(index, 6, permuted=True, chunk=UNDIVIDED).longest == 3
     whole = partition_of(index, 6, permuted=True, chunk=3)
     assert not whole.split
     assert partition_of(index, 6, permuted=True, chunk=64) is whole
@@ -175,12 +175,12 @@ def test_the_longest_row_is_known_and_shares_that_divide_none_are_one():
     assert divided.split
     assert divided.longest == 3
     index[3] = 4
-    assert longest_row(index, 6, permuted=True) == 4
+    assert partition_of(index, 6, permuted=True, chunk=UNDIVIDED).longest == 4
     assert partition_of(index, 6, permuted=True, chunk=3).split
-    assert longest_row(torch.empty(0, dtype=torch.int32), 6, permuted=False) == 0
+    assert partition_of(torch.empty(0, dtype=torch.int32), 6, permuted=False, chunk=UNDIVIDED).longest == 0
     with torch.inference_mode():
         hidden = torch.tensor([1, 1, 0])
-    assert longest_row(hidden, 2, permuted=True) == 2, "nothing is kept of it"
+    assert partition_of(hidden, 2, permuted=True, chunk=UNDIVIDED).longest == 2, "nothing is kept of it"
 
 
 def test_a_write_through_a_view_is_seen():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,12 @@ import pytest
 import torch
 
 import insum_nn
-from insum_nn import Options
 from insum_nn.compiler.ir.schedule import Schedule
-from insum_nn.compiler.lang.bind import Extents, bind
+from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.schedule import tune
-from insum_nn.compiler.schedule.form import LONGEST, Form, make_form
-from insum_nn.compiler.schedule.tune import choose_schedule
+from insum_nn.compiler.schedule.form import Form, make_form
 from insum_nn.compiler.tuning import database
-from insum_nn.compiler.tuning.select import Selected
 from tests.compiler.test_schedule_store import FACTS, TENSORS, TEXT
 
 KEY = {"kind": "schedule", "statement": "imagined", "static": (("c", 4),), "bucket": [14, 5]}
@@ -149,19 +145,3 @@ def form_of(columns: int = 8) -> Form:
     tensors = {**TENSORS, "B": torch.ones(4, columns)}
     bound = bind(parse(TEXT), tensors, None, facts=FACTS)
     return make_form(bound, {"p": 3, "n": columns}, (5, columns), {}, deterministic=False)
-
-
-def test_rows_of_equal_length_are_tuned_separately(tunings: list[list[Schedule]]):
-    ordered = [TENSORS[name] for name in form_of().bound.layout.tensors]
-
-    def choose_with(longest: int) -> Selected[Schedule]:
-        form = replace(form_of(), sizes={**form_of().sizes, LONGEST: longest})
-        # 3 terms in 5 rows.
-        assert form.even == (longest <= 2)
-        extents, options = Extents((3, 8), (5, 8)), Options(tune=True)
-        return choose_schedule(form, {}, (15, 3, 13, 3), ordered, extents, None, "ieee", options)
-
-    for longest in (3, 2, 3, 1):
-        choose_with(longest)
-    assert len(tunings) == 2, "neither speaks for the other, and each is remembered"
-    assert len(tunings[1]) > 4
