@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from insum_nn.compiler.ir.access import labels_of
@@ -98,8 +97,6 @@ def element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
 
 
 def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
-    if form.row_index is None and len(form.unrolled) > MANY_TERMS:
-        return _along_the_largest(form)
     accesses = [access for output in form.stores for store in output for access in (*reads_of(store), store)]
     last = {_last(form, access) for access in accesses if access.subscripts}
     parallel = [i for i in form.parallel if i != ROW_LOOP]
@@ -118,28 +115,6 @@ def _element_axes(form: Form) -> tuple[list[str], list[str], list[str]]:
 def _last(form: Form, access: Load | Store) -> str | None:
     """The index that goes over the whole last axis of a tensor."""
     return form.whole_axis(access, len(access.subscripts) - 1)
-
-
-def _along_the_largest(form: Form) -> tuple[list[str], list[str], list[str]]:
-    """Lanes side by side where the tensor that takes most of the time has its values side by side."""
-    first = form.unrolled[0]
-    largest = max((*form.factors[0], first), key=lambda access: _cells(form, access))
-    found = [atoms(subscript) for subscript in largest.subscripts]
-    order = [each[0][0].name for each in found if len(each) == 1 and not isinstance(each[0][0], Load)]
-    order = [i for i in order if i in (*form.parallel, *form.reduce)]
-    inner = order[-1] if order else None
-    columns = [inner] if inner in form.parallel and len(form.parallel) > 1 else []
-    rows = [i for i in form.parallel if i not in columns]
-    return rows, columns, _like(form.reduce, order)
-
-
-def _cells(form: Form, access: Load | Store) -> float:
-    return float(math.prod(form.size(name) for name in labels_of(*access.subscripts)))
-
-
-def _like(indices: Sequence[str], order: Sequence[str]) -> list[str]:
-    """Indices in the order in which a tensor has them, those that it lacks first."""
-    return [*(i for i in indices if i not in order), *(i for i in order if i in indices)]
 
 
 def _steady(form: Form, product: Product) -> list[str]:
