@@ -272,6 +272,7 @@ _TEXTS = {
     "W by pairs": "dW[h,d,Off[p],c] += dOut[OutIdx[p],h,d] * In[InIdx[p],h,c]",
 }
 _OPERANDS = {"Out": ("In", "W"), "In": ("Out", "W"), "W": ("Out", "In")}
+_GIVEN = {"Out": ("In", "W"), "In": ("dOut", "W"), "W": ("dOut", "In")}
 
 
 def table_statement(*, groups: int = 1) -> str:
@@ -397,6 +398,6 @@ def _bound(kind: str, text: str, kernel_map: KernelMap, groups: int, options: Op
         if table.words is not None and not torch.compiler.is_compiling():
             keep_bitmasks(table.sorted_neighbours, table.words)
     program = built_program(_TEXTS[text] if groups > 1 else _TEXTS[text].replace("h,", ""), facts, options)
-    names = [*("dOut" if name == "Out" else name for name in _OPERANDS[kind]), *facts]
+    names = [*_GIVEN[kind], *facts]
     arrange = itemgetter(*map(names.index, program.names))
     return program, arrange, tuple([indices[name] for name in facts]), shape

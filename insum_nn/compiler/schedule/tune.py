@@ -94,9 +94,6 @@ def choose_schedule(
     if not worth_selecting(extents):
         return unmeasured()
     more = {"precision": precision, "combine": form.strategy if form.stack is None else f"{form.strategy} by key"}
-    if form.even:
-        # In one bucket of sizes, what suits rows of equal length need not suit those of a power law.
-        more["rows"] = "even"
     if form.additional:
         more["algorithm"] = store.digest(form.plan.at(bucket=None).key)
     key, weight = store.key_of("schedule", form.bound, tables, bucket, where, **more), math.prod(extents.indices)
