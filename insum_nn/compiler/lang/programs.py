@@ -31,7 +31,7 @@ from insum_nn.errors import (
     raise_collected,
 )
 
-__all__ = ["ProgramText", "is_program", "parse_program"]
+__all__ = ["ProgramText", "is_program", "parse_program", "substituted"]
 
 _RETURN = re.compile(r"return\s+(\w+(?:\s*,\s*\w+)*)")
 # Characters up to which what `=` names is written where it is read.
@@ -213,7 +213,7 @@ def _lowered(statements: list[Statement], results: tuple[str, ...]) -> tuple[Sta
             places = {s.plain: given for s, given in zip(made.output.subscripts, access.subscripts, strict=True)}
             direct = all(s.plain is not None or s.indirect is not None for s in access.subscripts)
             if whole and _is_name(made) and direct and len(str(made)) < _SHORT:
-                moved = [replaced(factor, lambda each: _moved(each, places)) for factor in made.factors]
+                moved = [replaced(factor, lambda each: substituted(each, places)) for factor in made.factors]
                 ones = [f for f in moved if isinstance(f, Apply) and f.function == "one"]
                 guards.update(dict.fromkeys(f.args[0] for f in ones if isinstance(f.args[0], Access)))
                 value = [f for f in moved if f not in ones] or [*moved]
@@ -258,19 +258,19 @@ def _is_name(statement: Statement) -> bool:
     return None not in plain and len({*plain}) == len(plain) and {*plain} == {*statement.indices()}
 
 
-def _moved(access: Access, places: Mapping[str | None, Subscript]) -> Access:
+def substituted(access: Access, places: Mapping[str | None, Subscript]) -> Access:
     """Return an access with other subscripts in place of indices."""
-    subscripts = tuple(_moved_subscript(s, places) for s in access.subscripts)
+    subscripts = tuple(_substituted(s, places) for s in access.subscripts)
     return Access(access.name, subscripts, access.span, access.name_span)
 
 
-def _moved_subscript(subscript: Subscript, places: Mapping[str | None, Subscript]) -> Subscript:
+def _substituted(subscript: Subscript, places: Mapping[str | None, Subscript]) -> Subscript:
     atoms: dict[Index | Access, int] = {}
     offset = subscript.offset
     for term in subscript.terms:
         inner = ((1, term.atom),)
         if isinstance(term.atom, Access):
-            inner = ((1, _moved(term.atom, places)),)
+            inner = ((1, substituted(term.atom, places)),)
         elif (given := places.get(term.atom.name)) is not None:
             inner = tuple((each.coefficient, each.atom) for each in given.terms)
             offset += term.coefficient * given.offset
@@ -300,7 +300,7 @@ def _asked(source: Statement, made: Statement, places: Mapping[str | None, Subsc
                 spans=[source.output.span],
                 fix=f"write '{source.output.name}' by '+=': cells without a term are then 0.",
             )
-        yield _moved(access, {**places, **dict.fromkeys(summed, nothing)})
+        yield substituted(access, {**places, **dict.fromkeys(summed, nothing)})
     if None in plain:
         raise InsumSyntaxError(
             f"'=' writes '{source.output.name}' at entries, and it is read",

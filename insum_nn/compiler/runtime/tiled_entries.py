@@ -18,7 +18,8 @@ from insum_nn.compiler.kernels.row_partition import tiles_of
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.lang.syntax import Access, Statement, Term, replaced
+from insum_nn.compiler.lang.programs import substituted
+from insum_nn.compiler.lang.syntax import Statement, replaced
 from insum_nn.compiler.runtime.statement_cuts import bound_part
 from insum_nn.facts import IndexFacts
 
@@ -46,22 +47,13 @@ def tiled(bound: Bound, tensors: Sequence[Tensor], extents: Extents) -> tuple[Bo
     for base in "KEtq":
         names.append(fresh_name(base, {output.name, *statement.tensors(), *sizes, *names}))
     of_tile, entries, tile, place = names
-    made = parse(f"{of_tile}[{tile}] += {entries}[{tile},{place}]")
-
-    def within(access: Access) -> Access:
-        return replace(
-            access, subscripts=tuple(replace(s, terms=tuple(map(moved, s.terms))) for s in access.subscripts)
-        )
-
-    def moved(term: Term) -> Term:
-        atom = term.atom
-        if isinstance(atom, Access):
-            return replace(term, atom=within(atom))
-        return replace(term, atom=made.reads[0]) if atom.name == entry else term
-
+    # Two subscripts: where a tile goes, and its entries.
+    made = parse(f"A[{of_tile}[{tile}]] += B[{entries}[{tile},{place}]]")
     subscripts = [*output.subscripts]
-    subscripts[axis] = replace(subscripts[axis], terms=(replace(subscripts[axis].terms[0], atom=made.output),))
-    factors = tuple(replaced(factor, within) for factor in statement.factors)
+    (subscripts[axis],), (within,) = made.output.subscripts, made.reads[0].subscripts
+    factors = tuple(
+        replaced(factor, lambda access: substituted(access, {entry: within})) for factor in statement.factors
+    )
     changed = Statement(replace(output, subscripts=tuple(subscripts)), statement.operator, factors, "")
     named = dict(zip(bound.layout.tensors, tensors, strict=True))
     flat, order = named[key.name].sort(stable=True)
