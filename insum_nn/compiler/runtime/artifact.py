@@ -258,8 +258,11 @@ class Artifact:
 
         def attempt(*call: Any, wait: bool = False) -> Made | None:
             nonlocal left, last
-            # Nothing is made where something else is to run the call.
-            run = lambda: body(*call) or ()  # noqa: E731
+
+            def run() -> Made:
+                # Nothing is made where something else is to run the call.
+                return body(*call) or ()
+
             if wait or not left or capturing() or active() is not None or torch.are_deterministic_algorithms_enabled():
                 return run()
             made = run_or_compile(run)

@@ -199,6 +199,8 @@ class Executables:
         self._known = replace(self.own, facts=tuple(known_in_c(each.masked, each) for each in self.own.facts))
         # Decisions, for all sizes within a factor of the root of two.
         self._trees: dict[object, Tree] = {}
+        # Slices of the calls that library calls compute.
+        self._slices: dict[Extents, int] = {}
 
     @cached_property
     def cuttable(self) -> bool:
@@ -241,9 +243,11 @@ class Executables:
         static = self.static if self.bound.device_type == "cpu" else ()
         bound, tensors, extents = (self.bound, tensors, extents) if static else tiled(self.bound, tensors, extents)
         own = _executables_of(bound, replace(self.options, backend="eager"), self.bound.statement.text, static)
-        tree, sizes = own.decided(tensors, extents)
-        moved, layout = total(tree.parts(bound, sizes, static), own.options).moved, bound.layout
-        slices = 1 if static else math.ceil(moved / room)
+        layout, slices = bound.layout, 1 if static else own._slices.get(extents)
+        if slices is None:
+            tree, sizes = own.decided(tensors, extents)
+            slices = math.ceil(total(tree.parts(bound, sizes), own.options).moved / room)
+            insert(own._slices, extents, slices, _LIMIT)
         at = max(own._divisible(), key=extents.indices.__getitem__, default=-1) if slices > 1 else -1
         whole, axes = (extents.indices[at], layout.written[at]) if at >= 0 else (1, ())
         if whole < slices:
