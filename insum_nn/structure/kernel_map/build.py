@@ -9,26 +9,18 @@ they are; without it they end a graph unless `torch._dynamo.config.capture_dynam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from insum_nn.structure.coordinates import Coordinates, unique_sites
+from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map.device_kernels import reached_map, submanifold_table
 from insum_nn.structure.kernel_map.geometry import Geometry, MapKind, output_shape
 from insum_nn.structure.kernel_map.kernel_map import KernelMap
 from insum_nn.structure.kernel_map.search import Neighbours, reached_neighbours, submanifold_neighbours
-from insum_nn.structure.kernel_map.tables import (
-    MOST_ENTRIES,
-    Groups,
-    NeighbourTable,
-    Pairs,
-    group_pairs,
-    groups_of_table,
-    order_by_mask,
-)
-from insum_nn.structure.kernel_map.traced import groups_in_graph, landings, map_in_graph
+from insum_nn.structure.kernel_map.tables import MOST_ENTRIES, NeighbourTable, groups_of_table, order_by_mask
+from insum_nn.structure.kernel_map.traced import Groups, groups_in_graph, map_in_graph
 from insum_nn.structure.plain_tensors import plain_integers
 from insum_nn.structure.transfers import read_later
 
@@ -54,8 +46,8 @@ def build_kernel_map(
         proven: `inputs` is known to be in range and without repetition; else it is checked here, by one reading. Under
             `torch.compile` it must be.
         by_table: make the table now, and the pairs when they are asked for; else the other way. Default: as the
-            device's convolutions need it, the table on a GPU. Where the table would be very large, and of a strided
-            kernel where the grid has more cells than a key can number, pairs come first in any case.
+            device's convolutions need it, the table on a GPU. Where the table would be very large, pairs come first
+            in any case.
 
     Returns:
         A map on the device of `inputs`. Output rows are `inputs` themselves for `"subm"`, else every voxel that is
@@ -92,14 +84,12 @@ def _by_kernels(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...],
         return None
     if geometry.kind == "subm":
         found = submanifold_table(inputs, geometry, proven=proven)
-        if found is None:
-            return None
-        return KernelMap.of_table(inputs, inputs, geometry, NeighbourTable.of_sorted(found[0]), found[1])
-    reached = reached_map(inputs, geometry, shape, proven=proven)
-    if reached is None:
+    else:
+        found = reached_map(inputs, geometry, shape, proven=proven)
+    if found is None:
         return None
-    outputs, table, counts = reached
-    return KernelMap.of_table(inputs, outputs, geometry, NeighbourTable.of_sorted(table), counts)
+    outputs, table, counts = found
+    return KernelMap.of_table(inputs, outputs, geometry, NeighbourTable(*table), counts)
 
 
 def _build(
@@ -107,58 +97,33 @@ def _build(
 ) -> KernelMap:
     """Return the map of voxels that `facts` check, which the host reads; `None`: they are proven."""
     small, subm = geometry.volume * inputs.num_sites <= MOST_ENTRIES, geometry.kind == "subm"
-    if small and not subm and not geometry.is_pointwise:
+    found: Neighbours | None = None
+    if not subm and not geometry.is_pointwise:
         # Which reads how many outputs there are, and the facts with them.
         found = reached_neighbours(inputs, geometry, shape, facts)
-        if found is not None:
-            return _of_neighbours(inputs, geometry, found, by_table)
-    answer = None if facts is None else read_later(facts)
+    answer = None if facts is None or found is not None else read_later(facts)
     if small and subm and not geometry.is_pointwise:
         # Look-ups are safe without the answer: the device goes on while it is on its way.
         found = submanifold_neighbours(inputs, geometry)
-        if found is not None:
-            near = _of_neighbours(inputs, geometry, found, by_table)
-            if answer is not None:
-                inputs.raise_faults(answer())
-            return near
+    if found is None:
+        if answer is not None:
+            inputs.raise_faults(answer())
+        run = max(1, _CANDIDATES // max(1, inputs.num_sites))
+        indices, near = map_in_graph(inputs.indices, inputs.extents, geometry, shape, run)
+        same = indices is inputs.indices and shape == inputs.spatial_shape
+        found = Neighbours(inputs if same else Coordinates(indices, shape, inputs.batch_size), near.int(), None)
+    if by_table and small:
+        result = KernelMap.of_table(inputs, found.outputs, geometry, order_by_mask(found.near, found.rows))
+    else:
+        result = KernelMap.of_groups(inputs, found.outputs, geometry, groups_of_table(found.by_rows))
     if answer is not None:
         inputs.raise_faults(answer())
-    run = max(1, _CANDIDATES // max(1, inputs.num_sites))
-    if not subm and not geometry.is_pointwise:
-        outputs, pairs = _reached_pairs(inputs, geometry, shape, run)
-        return KernelMap.of_groups(inputs, outputs, geometry, group_pairs(pairs, geometry.volume))
-    _, near = map_in_graph(inputs.indices, inputs.extents, geometry, shape, run)
-    same = shape == inputs.spatial_shape
-    outputs = inputs if same else Coordinates(inputs.indices, shape, inputs.batch_size)
-    return _of_neighbours(inputs, geometry, Neighbours(outputs, near.int(), None), by_table and small)
-
-
-def _of_neighbours(inputs: Coordinates, geometry: Geometry, found: Neighbours, by_table: bool) -> KernelMap:
-    if by_table:
-        return KernelMap.of_table(inputs, found.outputs, geometry, order_by_mask(found.near, found.rows))
-    return KernelMap.of_groups(inputs, found.outputs, geometry, groups_of_table(found.by_rows))
-
-
-def _reached_pairs(
-    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], run: int
-) -> tuple[Coordinates, Pairs]:
-    """Return the voxels that are reached, and the pairs, of `run` kernel cells at a time."""
-    found: list[tuple[Tensor, ...]] = []
-    for cells in torch.arange(geometry.volume, device=sites.device)[:, None].split(run):
-        places, inside = landings(sites.columns, shape, geometry, cells)
-        cell, row = inside.nonzero(as_tuple=True)
-        found.append((cells[cell, 0], row, *(place.expand(inside.shape)[cell, row] for place in places)))
-    offset, source, *columns = [torch.cat(parts) for parts in zip(*found, strict=True)]
-    reached, place = unique_sites(columns, (sites.batch_size, *shape))
-    outputs = Coordinates(torch.stack(reached, dim=1).to(sites.indices.dtype), shape, sites.batch_size)
-    # An offset sends each input to an output of its own, so (offset, output) tells all pairs apart.
-    order = (offset * max(1, outputs.num_sites) + place).argsort()
-    return outputs, Pairs(offset[order], place[order], source[order])
+    return result
 
 
 def _traced_map(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...]) -> KernelMap:
-    build = torch.ops.insum_nn.kernel_map if torch.compiler.is_dynamo_compiling() else _operator
-    indices, offset, in_index, out_index, filled, _ = build(
+    build: Any = torch.ops.insum_nn.kernel_map if torch.compiler.is_dynamo_compiling() else _operator
+    indices, *groups = build(
         inputs.indices,
         list(inputs.spatial_shape),
         inputs.batch_size,
@@ -170,7 +135,7 @@ def _traced_map(inputs: Coordinates, geometry: Geometry, shape: tuple[int, ...])
         list(geometry.output_padding),
     )
     outputs = inputs if geometry.kind == "subm" else Coordinates(indices, shape, inputs.batch_size)
-    return KernelMap.of_groups(inputs, outputs, geometry, Groups(offset, in_index, out_index, filled, None))
+    return KernelMap.of_groups(inputs, outputs, geometry, Groups(*groups))
 
 
 # Dynamo keeps this operator; AOTAutograd, export and make_fx decompose it into torch's operations.
@@ -199,7 +164,7 @@ def _operator(
     outputs, near = map_in_graph(indices, (batch_size, *spatial_shape), geometry, shape)
     # The caller has the voxels where they stay as they are.
     kept = indices.new_empty(0, indices.shape[1]) if kind == "subm" else outputs
-    return kept.clone() if kept is indices else kept, *groups_in_graph(near)
+    return kept.clone() if kept is indices else kept, *groups_in_graph(near)[:5]
 
 
 torch.library.impl("insum_nn::kernel_map", "CompositeImplicitAutograd", _operator)

@@ -20,7 +20,7 @@ from insum_nn.structure.coordinates import Coordinates, key_dtype, spans_of
 from insum_nn.structure.kernel_map import device_texts
 from insum_nn.structure.kernel_map.device_texts import COLUMNS
 from insum_nn.structure.kernel_map.geometry import Geometry
-from insum_nn.structure.kernel_map.mask_bits import mask_powers
+from insum_nn.structure.kernel_map.mask_bits import MASK_BITS, mask_powers
 from insum_nn.structure.site_grid import GridNumbers, fits, grid_numbers
 from insum_nn.structure.transfers import constant, read_later
 
@@ -76,7 +76,9 @@ class TableMemory(NamedTuple):
 
 
 # What `NeighbourTable` holds.
-SortedTable = tuple[Tensor, Tensor, Tensor, Tensor, TableMemory, bool]
+SortedTable = tuple[Tensor, Tensor, Tensor | None, Tensor, TableMemory, bool]
+# The outputs of a map, its table, and the entries of each offset, where these were read with what is checked.
+DeviceMap = tuple[Coordinates, SortedTable, tuple[int, ...] | None]
 
 
 # Offsets whose keys are bytes, which are sorted in a quarter of the passes.
@@ -144,7 +146,7 @@ def _sort(
     numbers = [at.rows, at.words, at.parts, columns, at.volume, int(names is not None), at.blocks]
     permute([near, order, named, memory, *numbers], at.blocks)
     table = memory.as_strided((at.volume, columns), (columns, 1), 0)
-    words = memory.as_strided((columns,), (1,), at.words)
+    words = memory.as_strided((columns,), (1,), at.words) if at.volume <= MASK_BITS else None
     return memory.as_strided((columns,), (1,), at.rows), table, words, memory, at, counted
 
 
@@ -189,18 +191,13 @@ def _grid_of(sites: Coordinates, reach: int) -> tuple[int, GridNumbers] | None:
     return margin, grid_numbers(spans, margin)
 
 
-def submanifold_table(
-    sites: Coordinates, geometry: Geometry, *, proven: bool
-) -> tuple[SortedTable, tuple[int, ...] | None] | None:
+def submanifold_table(sites: Coordinates, geometry: Geometry, *, proven: bool) -> DeviceMap | None:
     """Return the table of a submanifold map, where a key can number the cells; see `submanifold_neighbours`.
 
     Args:
         sites: the voxels.
         geometry: the kernel's movement.
         proven: they are in range and without repetition; else it is checked when all has been launched.
-
-    Returns:
-        The table, and the entries of each offset, where these were read with what is checked.
     """
     volume, columns, device = geometry.volume, sites.num_sites, sites.device
     if not 0 < volume * columns < _NARROW or sites.indices.numel() >= _NARROW:
@@ -219,10 +216,10 @@ def submanifold_table(
     answer = None if proven else read_later(memory.as_strided((2 + volume,), (1,), at.counts - 2))
     found = _sort(kernels[1], at, memory, near, keys, names, counted=True)
     if answer is None:
-        return found, None
+        return sites, found, None
     outside, twice, *counts = answer()
     sites.raise_marks((outside, twice))
-    return found, tuple(counts)
+    return sites, found, tuple(counts)
 
 
 # Writes the neighbours of sites, the keys of these columns, and into a table's memory two marks and the counts of
@@ -296,9 +293,7 @@ def site_marks(sites: Coordinates) -> Tensor | None:
     return words.as_strided((2,), (1,), even)
 
 
-def reached_map(
-    sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], *, proven: bool
-) -> tuple[Coordinates, SortedTable, tuple[int, ...]] | None:
+def reached_map(sites: Coordinates, geometry: Geometry, shape: tuple[int, ...], *, proven: bool) -> DeviceMap | None:
     """Return the outputs that a strided or transposed kernel reaches, its table, and the entries of each offset.
 
     See `reached_neighbours`. Where a grid of their cells is small; what lies outside leads nowhere. The device is read

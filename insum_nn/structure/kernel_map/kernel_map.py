@@ -127,7 +127,7 @@ class KernelMap:
         groups = self._cache.get(("groups", False))
         if groups is None:
             near = self._cache["table", False].neighbours
-            groups = self._cache["groups", False] = groups_of_table(near, self._cached_counts())
+            groups = self._cache["groups", False] = groups_of_table(near, self.counts if self._counts_first() else None)
         return groups
 
     @property
@@ -176,11 +176,9 @@ class KernelMap:
         if ("counts", False) not in self._cache:
             self._kept("counts", lambda: read_later(self.lengths), both=True)
 
-    def _cached_counts(self) -> tuple[Tensor, tuple[int, ...]] | None:
-        """Return the pair count of each offset on a GPU; on a CPU they are not needed before the pairs are found."""
-        if torch.compiler.is_compiling() or self.device.type == "cpu":
-            return None
-        return self.filled, self.counts
+    def _counts_first(self) -> bool:
+        """Return whether to read the pair counts before the pairs, as on a GPU; on a CPU they come with the pairs."""
+        return not torch.compiler.is_compiling() and self.device.type != "cpu"
 
     @property
     def num_pairs(self) -> int:
@@ -209,9 +207,7 @@ class KernelMap:
         if groups is not None:
             return list_of_groups(groups)
         table: NeighbourTable = self._cache["table", False]
-        if torch.compiler.is_compiling() or self.device.type == "cpu":
-            return list_of_table(table.neighbours)
-        return table.pair_list(sum(self.counts))
+        return table.pair_list(sum(self.counts)) if self._counts_first() else list_of_table(table.neighbours)
 
     @property
     def calls(self) -> dict[Any, Any]:

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.structure.kernel_map.device_kernels import (
-    SortedTable,
     TableMemory,
     exchanged_table,
     pair_lists,
     sorted_table,
 )
 from insum_nn.structure.kernel_map.mask_bits import MASK_BITS, compared_offsets
-from insum_nn.structure.kernel_map.traced import groups_in_graph
+from insum_nn.structure.kernel_map.traced import Groups, groups_in_graph, places_of
 from insum_nn.structure.transfers import constant
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "Groups",
     "NeighbourTable",
     "Pairs",
-    "group_pairs",
     "groups_of_table",
     "list_of_groups",
     "list_of_table",
@@ -81,78 +79,30 @@ class Pairs:
     input: Tensor
 
 
-class Groups(NamedTuple):
-    """Pairs in groups.
-
-    Attributes:
-        offset: `Off`, (g,) int32.
-        in_index: `InIdx`, (g, q) int32.
-        out_index: `OutIdx`, (g, q) int32.
-        filled: (o,) int64: pairs of each offset.
-        counts: `filled` as numbers, where they were read.
-    """
-
-    offset: Tensor
-    in_index: Tensor
-    out_index: Tensor
-    filled: Tensor
-    counts: tuple[int, ...] | None
-
-
-def group_pairs(
-    pairs: Pairs, volume: int, group_size: int | None = None, counted: tuple[Tensor, Sequence[int]] | None = None
-) -> Groups:
-    """Cut the pairs of each offset into groups.
-
-    Args:
-        pairs: ascending by offset.
-        volume: kernel offsets.
-        group_size: slots of a group; default: the longest of 128, 64, 32 and 16 that leaves at most a quarter as many
-            slots unused as there are pairs.
-        counted: the pairs of each offset, (o,) and as numbers; default: they are counted and read.
-
-    Returns:
-        `Off` (g,), `InIdx` (g, q), `OutIdx` (g, q), all int32, and the pairs of each offset, (o,) and as numbers.
-
-    >>> rows = torch.tensor([0, 1, 2])
-    >>> group_pairs(Pairs(torch.tensor([0, 0, 2]), rows, rows), 3, group_size=2)[:2]
-    (tensor([0, 2], dtype=torch.int32), tensor([[ 0,  1],
-            [ 2, -1]], dtype=torch.int32))
-    """
-    device = pairs.offset.device
-    if counted is None:
-        filled = torch.bincount(pairs.offset, minlength=volume)
-        counted = filled, filled.tolist()
-    filled, counts = counted[0], tuple(counted[1])
-    size = group_size or _choose_group_size(counts)
-    num_groups = sum(-(-count // size) for count in counts)
-    groups = (filled + (size - 1)) // size
-    first_slot = (groups.cumsum(0) - groups) * size
-    first_pair = filled.cumsum(0) - filled
-    slots = torch.arange(sum(counts), device=device) + (first_slot - first_pair)[pairs.offset]
-    offset = torch.arange(volume, dtype=torch.int32, device=device)
-    offset = offset.repeat_interleave(groups, output_size=num_groups)
-    tables: list[Tensor] = []
-    for rows in (pairs.input, pairs.output):
-        table = torch.full((num_groups * size,), -1, dtype=torch.int32, device=device)
-        tables.append(table.scatter_(0, slots, rows.int()).reshape(num_groups, size))
-    return Groups(offset, tables[0], tables[1], filled, counts)
-
-
-def groups_of_table(neighbours: Tensor, counted: tuple[Tensor, Sequence[int]] | None = None) -> Groups:
+def groups_of_table(neighbours: Tensor, counts: tuple[int, ...] | None = None) -> Groups:
     """Return the groups of a table of neighbours (o, m), outputs by row; one operator under `torch.compile`.
+
+    A group has 128, 64, 32 or 16 slots: the most that leave at most a quarter as many slots unused as there are pairs.
 
     Args:
         neighbours: the table.
-        counted: the pairs of each offset, (o,) and as numbers; default: they are counted and read.
+        counts: the pairs of each offset; default: they are read.
+
+    >>> groups = groups_of_table(torch.tensor([[0, 1], [-1, -1], [-1, 2]], dtype=torch.int32))
+    >>> groups.offset.tolist(), groups.in_index[:, :2].tolist(), groups.out_index[:, :2].tolist(), groups.counts
+    ([0, 2], [[0, 1], [2, -1]], [[0, 1], [1, -1]], (2, 0, 1))
     """
     if torch.compiler.is_compiling():
-        group = torch.ops.insum_nn.kernel_map_groups if torch.compiler.is_dynamo_compiling() else _groups
-        offset, in_index, out_index, filled, _ = group(neighbours)
-        return Groups(offset, in_index, out_index, filled, None)
-    offset, output = _places(neighbours >= 0, None if counted is None else sum(counted[1])).unbind(1)
-    pairs = Pairs(offset, output, neighbours[offset, output].long())
-    return group_pairs(pairs, neighbours.shape[0], counted=counted)
+        group: Any = torch.ops.insum_nn.kernel_map_groups if torch.compiler.is_dynamo_compiling() else _groups
+        return Groups(*group(neighbours))
+    read = counts
+
+    def plan(filled: Tensor) -> tuple[int, int]:
+        nonlocal read
+        read = tuple(filled.tolist()) if read is None else read
+        return _choose_group_size(read)
+
+    return groups_in_graph(neighbours, None if counts is None else sum(counts), plan)._replace(counts=read)
 
 
 def list_of_table(neighbours: Tensor, count: int | None = None) -> dict[str, Tensor]:
@@ -165,16 +115,11 @@ def list_of_table(neighbours: Tensor, count: int | None = None) -> dict[str, Ten
         count: its pairs; default: the device is read.
     """
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
-    places = _places(neighbours >= 0, count and -(-count // 4) * 4)
+    places = places_of(neighbours >= 0, count and -(-count // 4) * 4)
     found = places.T.to(torch.int32, memory_format=torch.contiguous_format)
     offset, output = places[:count].unbind(1)
     offsets, outputs = found[:, :count].unbind(0)
     return {"Off": offsets, "OutIdx": outputs, "InIdx": neighbours[offset, output]}
-
-
-def _places(present: Tensor, count: int | None) -> Tensor:
-    """Return the positions of true elements, (count, dimensions); reads the device where the count is unknown."""
-    return present.nonzero_static(size=count) if count else present.nonzero()
 
 
 def list_of_groups(groups: Groups) -> dict[str, Tensor]:
@@ -189,19 +134,20 @@ torch.library.define("insum_nn::kernel_map_groups", "(Tensor near) -> (Tensor, T
 
 
 def _groups(near: Tensor) -> tuple[Tensor, ...]:
-    return tuple(groups_in_graph(near.long()))
+    return tuple(groups_in_graph(near.long())[:5])
 
 
 torch.library.impl("insum_nn::kernel_map_groups", "CompositeImplicitAutograd", _groups)
 
 
-def _choose_group_size(counts: Sequence[int]) -> int:
-    total = sum(counts)
+def _choose_group_size(counts: Sequence[int]) -> tuple[int, int]:
+    """Return slots of a group, and the groups."""
+    total, size, groups = sum(counts), 0, 0
     for size in _GROUP_SIZES:
-        slots = size * sum(-(-count // size) for count in counts)
-        if slots - total <= _MAX_UNUSED * total:
-            return size
-    return _GROUP_SIZES[-1]
+        groups = sum(-(-count // size) for count in counts)
+        if size * groups - total <= _MAX_UNUSED * total:
+            break
+    return size, groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,12 +181,6 @@ class NeighbourTable:
     memory: Tensor | None = None
     at: TableMemory | None = None
     counted: bool = False
-
-    @classmethod
-    def of_sorted(cls, found: SortedTable) -> NeighbourTable:
-        """Return the table of what the hand-written kernels return."""
-        order, near, words, memory, at, counted = found
-        return cls(order, near, None if at[0] > MASK_BITS else words, memory, at, counted)
 
     @property
     def counts(self) -> Tensor:
@@ -324,7 +264,7 @@ def order_by_mask(neighbours: Tensor, rows: Tensor | None = None) -> NeighbourTa
     """
     found = sorted_table(neighbours, rows)
     if found is not None:
-        return NeighbourTable.of_sorted(found)
+        return NeighbourTable(*found)
     volume, device = neighbours.shape[0], neighbours.device
     compared = neighbours
     if volume > MASK_BITS:

@@ -10,9 +10,9 @@ import torch
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumRangeError, InsumShapeError
 from insum_nn.structure import cell_numbers, coordinates
 from insum_nn.structure.coordinates import Coordinates
-from insum_nn.structure.kernel_map import Geometry, KernelMap, Pairs, build, search
+from insum_nn.structure.kernel_map import Geometry, KernelMap, build, search
 from insum_nn.structure.kernel_map.build import build_kernel_map
-from insum_nn.structure.kernel_map.tables import group_pairs
+from insum_nn.structure.kernel_map.traced import groups_in_graph
 from tests.ops.conv_oracle import geometry, random_sites, reached
 from tests.structure.kernel_map.map_cases import by_outputs
 
@@ -224,13 +224,16 @@ def test_neighbours_and_spconv_tables():
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
 def test_groups_hold_one_offset(size):
     offset = torch.tensor([0, 0, 0, 2, 3, 3, 3, 3])
-    rows = torch.arange(8)
-    off, in_index, out_index, filled, counts = group_pairs(Pairs(offset, rows, rows + 8), 5, size)
-    assert counts == tuple(filled.tolist()) == (3, 0, 1, 4, 0)
+    rows, counts = torch.arange(8), (3, 0, 1, 4, 0)
+    near = torch.full((5, 8), -1).index_put((offset, rows), rows + 8)
+    plan = size, sum(-(-count // size) for count in counts)
+    off, in_index, out_index, filled, slots, _ = groups_in_graph(near, plan=lambda _: plan)
+    assert tuple(filled.tolist()) == counts
     assert in_index.shape == out_index.shape == (len(off), size)
     assert off.tolist() == [o for o, n in enumerate(counts) for _ in range(-(-n // size))]
     used = in_index >= 0
     assert used.sum() == 8
+    assert torch.equal(used.reshape(-1).nonzero().squeeze(1), slots)
     assert (in_index[used] == out_index[used] + 8).all()
     assert torch.equal(off[:, None].expand(-1, size)[used].long(), offset)
 

@@ -72,7 +72,7 @@ def test_one_graph_serves_all_clouds(name: str):
 
     def build(indices: Tensor) -> tuple[Tensor, ...]:
         outputs, near = map_in_graph(indices, (2, *SHAPE), geometry, shape)
-        return outputs, *groups_in_graph(near)
+        return outputs, *groups_in_graph(near)[:5]
 
     graph = make_fx(build, tracing_mode="symbolic")(draw(SHAPE, 2, 40))
     for count in (40, 2, 97):
