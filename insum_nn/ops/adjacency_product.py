@@ -10,11 +10,10 @@ from torch import Tensor
 
 from insum_nn.compiler.api import Sums, built_program, inline_by_rows, is_traced, options_text
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDeviceError
+from insum_nn.errors import InsumDeviceError, InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.ops.statements import run, static_shape, to_autocast, under_autocast
 from insum_nn.structure.adjacency import Adjacency
-from insum_nn.structure.graph_entries import check_square
 
 __all__ = ["ADJACENCY_PRODUCT", "adjacency_product"]
 
@@ -54,7 +53,12 @@ def adjacency_product(
             details=[f"x is on {x.device}, the adjacency on {value.device}"],
             fix=f"move its tensors to '{x.device}', or build it from an edge_index that is there.",
         )
-    check_square(adjacency.num_nodes, nodes)
+    if (rows := adjacency.num_nodes) != nodes:
+        raise InsumShapeError(
+            "the adjacency does not fit the node features",
+            details=[f"expected ({nodes}, {nodes}), a row and a column per node; got ({rows}, {rows})"],
+            fix="pass one row of features per node of the graph.",
+        )
     if under_autocast(x.device) and x.is_floating_point() and x.dtype != torch.float64:
         x = to_autocast(x)
     else:

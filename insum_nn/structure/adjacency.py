@@ -9,7 +9,7 @@ from torch import Tensor
 
 from insum_nn.sorted_rows import compressed_rows, sort_pairs
 from insum_nn.structure.gcn_norm import gcn_norm
-from insum_nn.structure.graph_entries import Flow, check_edge_index, check_edge_weight, edge_entries
+from insum_nn.structure.graph_entries import Flow, check_edge_index, check_edge_weight, ends_of
 
 __all__ = ["Adjacency"]
 
@@ -96,9 +96,8 @@ class Adjacency(NamedTuple):
             check_edge_index(edge_index, num_nodes, values=not traced)
         if edge_weight is None:
             edge_weight = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
-        edge_weight = check_edge_weight(edge_weight, edge_index.shape[1])
-        entries = edge_entries(edge_index, num_nodes, loops="none", flow=flow)
-        row, col, first = sort_pairs(entries.row, entries.col, num_nodes)
+        edge_weight = check_edge_weight(edge_weight, edge_index)
+        row, col, first = sort_pairs(*ends_of(edge_index, flow), num_nodes)
         t_row, t_col, order = sort_pairs(col, row, num_nodes)
         value = edge_weight.index_select(0, first)
         begin, t_begin = compressed_rows(row, num_nodes), compressed_rows(t_row, num_nodes)

@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.dtypes import wide_dtype
-from insum_nn.faults import Faults
-from insum_nn.structure.graph_entries import (
-    Flow,
-    Loops,
-    check_edge_index,
-    check_edge_weight,
-    edge_entries,
-    entry_weights,
-)
+from insum_nn.structure.graph_entries import Flow, check_edge_index, check_edge_weight, ends_of, with_self_loops
 
 __all__ = ["gcn_norm", "inverse_root"]
 
@@ -88,26 +80,24 @@ def gcn_norm(
     traced = torch.jit.is_tracing()
     if not traced:
         check_edge_index(edge_index, num_nodes, values=not fixed_size)
-    # Without weights all self-loops are alike.
-    loops: Loops = "none" if not add_self_loops else "replaced" if edge_weight is None else "remaining"
-    entries = edge_entries(edge_index, num_nodes, loops=loops, flow=flow, fixed_size=fixed_size)
+        if edge_weight is not None:
+            edge_weight = check_edge_weight(edge_weight, edge_index, normalized=True)
+    edges, number = edge_index.long(), None
+    if add_self_loops:
+        # Without weights all self-loops are alike.
+        edges, number = with_self_loops(edges, num_nodes, kept=edge_weight is not None, fixed_size=fixed_size)
+    row, col = ends_of(edges, flow)
     if edge_weight is None:
-        weight = torch.ones(entries.row.shape[0], dtype=dtype, device=edge_index.device)
+        weight = torch.ones(row.shape[0], dtype=dtype, device=edge_index.device)
+    elif number is None:
+        weight = edge_weight
     else:
-        if not traced:
-            faults = Faults()
-            faults.device("edge_weight", edge_weight, "edge_index", edge_index)
-            faults.raise_all()
-            edge_weight = check_edge_weight(edge_weight, edge_index.shape[1], normalized=True)
-        weight = entry_weights(entries, edge_weight, 2.0 if improved else 1.0)
+        weight = torch.cat([edge_weight, edge_weight.new_full((1,), 2.0 if improved else 1.0)]).index_select(0, number)
     if fixed_size and add_self_loops:
-        edges = torch.arange(entries.row.shape[0], device=edge_index.device) < edge_index.shape[1]
-        weight = torch.where(edges & (entries.row == entries.col), 0.0, weight)
+        given = torch.arange(row.shape[0], device=edge_index.device) < edge_index.shape[1]
+        weight = torch.where(given & (row == col), 0.0, weight)
     # Half types count far less than they can carry, so degrees are summed in float32.
     wide = weight.to(wide_dtype(weight.dtype))
-    degree = (added or _added)(entries.row, wide, num_nodes)
-    root = inverse_root(degree)
-    normalised = (root.index_select(0, entries.row) * wide * root.index_select(0, entries.col)).to(weight.dtype)
-    ends = [entries.col, entries.row][:: 1 if flow == "source_to_target" else -1]
+    root = inverse_root((added or _added)(row, wide, num_nodes))
     # What is kept of the tensor that was passed is found again.
-    return edge_index.long() if entries.edge is None else torch.stack(ends), normalised
+    return edges, (root.index_select(0, row) * wide * root.index_select(0, col)).to(weight.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.structure.gcn_norm import gcn_norm, inverse_root
-from insum_nn.structure.graph_entries import edge_entries, entry_weights
+from insum_nn.structure.graph_entries import with_self_loops
 from insum_nn.testing.tolerances import assert_matches
 
 FLOWS = ("source_to_target", "target_to_source")
@@ -91,8 +91,7 @@ def test_fixed_size_is_the_same_matrix(flow: str, weighted: bool):
 def test_the_last_of_several_loops_counts_and_gets_the_gradient():
     graph = torch.tensor([[0, 0, 1, 0], [0, 1, 0, 0]])
     weight = torch.tensor([5.0, 1.0, 1.0, 3.0], dtype=torch.float64, requires_grad=True)
-    entries = edge_entries(graph, 2)
-    assert entry_weights(entries, weight, 1.0).tolist() == [1.0, 1.0, 3.0, 1.0]
+    assert with_self_loops(graph, 2)[1].tolist() == [1, 2, 3, 4]
     torch.autograd.gradcheck(lambda w: gcn_norm(graph, w, 2)[1], weight)
     (gradient,) = torch.autograd.grad(gcn_norm(graph, weight, 2)[1].square().sum(), weight)
     assert gradient[0] == 0
@@ -100,17 +99,16 @@ def test_the_last_of_several_loops_counts_and_gets_the_gradient():
 
 
 @pytest.mark.parametrize(
-    ("loops", "row", "col", "edge"),
+    ("how", "want", "numbers"),
     [
-        ("none", [1, 1, 0], [0, 1, 1], None),
-        ("remaining", [1, 0, 0, 1, 2], [0, 1, 0, 1, 2], [0, 2, 3, 1, 3]),
-        ("replaced", [1, 0, 0, 1, 2], [0, 1, 0, 1, 2], [0, 2, 3, 3, 3]),
+        ({}, [[0, 1, 0, 1, 2], [1, 0, 0, 1, 2]], [0, 2, 3, 1, 3]),
+        ({"kept": False}, [[0, 1, 0, 1, 2], [1, 0, 0, 1, 2]], [0, 2, 3, 3, 3]),
+        ({"fixed_size": True}, [[0, 1, 1, 0, 1, 2], [1, 1, 0, 0, 1, 2]], [0, 1, 2, 3, 1, 3]),
     ],
 )
-def test_kinds_of_loops(loops: str, row: list[int], col: list[int], edge: list[int] | None):
-    entries = edge_entries(torch.tensor([[0, 1, 1], [1, 1, 0]]), 3, loops=loops)
-    assert (entries.row.tolist(), entries.col.tolist()) == (row, col)
-    assert (None if entries.edge is None else entries.edge.tolist()) == edge
+def test_kinds_of_loops(how: dict[str, bool], want: list[list[int]], numbers: list[int]):
+    edges, number = with_self_loops(torch.tensor([[0, 1, 1], [1, 1, 0]]), 3, **how)
+    assert (edges.tolist(), number.tolist()) == (want, numbers)
 
 
 def test_degrees_of_zero_and_below():
@@ -170,7 +168,7 @@ def test_bad_input(edges: Tensor, weight: Tensor | None, error: type[Exception],
 
 def test_unknown_flow():
     with pytest.raises(InsumNameError, match="'flow' is 'up'"):
-        edge_entries(torch.zeros(2, 1, dtype=torch.int64), 1, flow="up")
+        gcn_norm(torch.zeros(2, 1, dtype=torch.int64), None, 1, flow="up")
 
 
 def test_int32_edges_and_column_weights():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from insum_nn.layers.graph.messages import FACTS, MessageLayer, kept_edges, pyg, utils
 from insum_nn.ops.attention import ATTEND, SOFTMAX, attention, run_promoted
 from insum_nn.ops.statements import in_a_graph
-from insum_nn.structure.graph_entries import edge_entries
+from insum_nn.structure.graph_entries import with_self_loops
 
 __all__ = ["GATConv", "GATv2Conv", "TransformerConv"]
 
@@ -37,8 +36,7 @@ class _Attention(MessageLayer):
                 edge_attr = utils.add_self_loops(without, edge_attr, self.fill_value, count)[1]  # type: ignore[attr-defined]
 
             def build(edges: Tensor = edge_index) -> Tensor:
-                entries = edge_entries(edges, count, loops="replaced")
-                return torch.stack([entries.col, entries.row]).to(edges.dtype)
+                return with_self_loops(edges, count, kept=False)[0].to(edges.dtype)
 
             edge_index = kept_edges([edge_index], ("loops", count), build)
             layer = self._but(add_self_loops=False)
@@ -80,6 +78,7 @@ class GATConv(_Attention, pyg.conv.GATConv):
         options: compile options.
         **kwargs: those of `torch_geometric.nn.GATConv`.
 
+    >>> import torch
     >>> from insum_nn.layers.graph.attention import GATConv
     >>> layer = GATConv(16, 8, heads=2)
     >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
@@ -120,6 +119,7 @@ class GATv2Conv(_Attention, pyg.conv.GATv2Conv):  # pyright: ignore[reportIncomp
         options: compile options.
         **kwargs: those of `torch_geometric.nn.GATv2Conv`.
 
+    >>> import torch
     >>> from insum_nn.layers.graph.attention import GATv2Conv
     >>> layer = GATv2Conv(16, 8, heads=2, concat=False)
     >>> layer(torch.randn(4, 16), torch.tensor([[0, 1, 2], [1, 2, 3]])).shape
@@ -157,6 +157,7 @@ class TransformerConv(_Attention, pyg.conv.TransformerConv):  # pyright: ignore[
         options: compile options.
         **kwargs: those of `torch_geometric.nn.TransformerConv`.
 
+    >>> import torch
     >>> from insum_nn.layers.graph.attention import TransformerConv
     >>> layer = TransformerConv(16, 8, heads=2, edge_dim=3)
     >>> edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
