@@ -189,3 +189,16 @@ class Faults:
         for name, tensor in {"weight": weight, "bias": bias}.items():
             if tensor is not None:
                 self.device(name, tensor, first, anchor, fix=f"move the layer with .to('{anchor.device}').")
+
+    def layer_input(
+        self, tensor: Tensor, weight: Tensor, bias: Tensor | None, *, cast: bool, symbols: Sequence[str]
+    ) -> None:
+        """Add what is wrong with dtype and devices of a layer's `input`; `cast`: autocast makes them agree."""
+        number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        if not number or (tensor.dtype != weight.dtype and not cast):
+            unequal = f"is {tensor.dtype}, the weight is {weight.dtype}"
+            message = unequal if number else f"must be floating, got {tensor.dtype}"
+            fix, dtypes = f"pass input.to({weight.dtype})", (weight.dtype, tensor.dtype)
+            fix += ", or run under torch.autocast." if number else "."
+            self.add(InsumDtypeError, "input", message, fix=fix, symbols=symbols, expected_got=dtypes)
+        self.layer_devices(weight, bias, "input", tensor)

@@ -10,18 +10,12 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDtypeError, InsumShapeError
+from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.faults import Faults
 from insum_nn.formats import BlockCOO, BlockFormat, BlockGroupCOO
 from insum_nn.ops.arguments import require_format
-from insum_nn.ops.statements import (
-    pad_axis,
-    run,
-    static_shape,
-    under_autocast,
-    untraced,
-)
+from insum_nn.ops.statements import pad_axis, run, static_shape, under_autocast, untraced
 
 __all__ = [
     "BLOCK_LINEAR",
@@ -178,15 +172,7 @@ def _check(input: Tensor, weight: Tensor, shape: tuple[int, ...], bias: Tensor |
         fix = f"pass an input whose last dimension is {k}."
         faults.add(InsumShapeError, "input", message, details=details, fix=fix, symbols=["X"], expected_got=(k, got))
     faults.bias(bias, m, "feature")
-    number = input.dtype.is_floating_point or input.dtype.is_complex
-    if not number or (input.dtype != weight.dtype and not under_autocast(input.device)):
-        unequal = f"is {input.dtype}, the weight is {weight.dtype}"
-        message = unequal if number else f"must be floating, got {input.dtype}"
-        fix = f"pass input.to({weight.dtype}){', or run under torch.autocast' if number else ''}."
-        faults.add(
-            InsumDtypeError, "input", message, fix=fix, symbols=["W", "X"], expected_got=(weight.dtype, input.dtype)
-        )
-    faults.layer_devices(weight, bias, "input", input)
+    faults.layer_input(input, weight, bias, cast=under_autocast(input.device), symbols=["W", "X"])
     return faults.raise_all()
 
 

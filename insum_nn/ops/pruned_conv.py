@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from insum_nn.compiler.options import DEFAULT, Options
-from insum_nn.errors import InsumDtypeError, InsumShapeError
+from insum_nn.errors import InsumShapeError
 from insum_nn.facts import IndexFacts, NamedFacts
 from insum_nn.faults import Faults
 from insum_nn.ops.statements import run, static_shape, under_autocast
@@ -162,11 +162,5 @@ def check_pruned_conv(
     message, fix = f"must be a batch with {channels} channels", f"pass an input with {channels} channels."
     expected = ("n", channels, *("depth", "rows", "columns")[-axes:])
     faults.shape("input", input, expected, message=message, fix=fix, symbols=["I"])
-    if input.dtype != weight.dtype and not (input.dtype.is_floating_point and under_autocast(input.device)):
-        message = f"is {input.dtype}, the weight is {weight.dtype}"
-        fix = f"pass input.to({weight.dtype}), or run floating inputs under torch.autocast."
-        faults.add(
-            InsumDtypeError, "input", message, fix=fix, symbols=["F", "I"], expected_got=(weight.dtype, input.dtype)
-        )
-    faults.layer_devices(weight, bias, "input", input)
+    faults.layer_input(input, weight, bias, cast=under_autocast(input.device), symbols=["F", "I"])
     faults.raise_all()

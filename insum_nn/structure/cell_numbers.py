@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,21 +28,13 @@ class CellNumbers:
         self.ranks: list[Tensor] = []
 
     def of(self, columns: Sequence[Tensor], inside: Tensor | None = None) -> Tensor:
-        """Return the number of each cell; of one that is not inside, -1."""
-        return self._number(columns, inside, None)
-
-    def again(self, columns: Sequence[Tensor], inside: Tensor | None = None) -> Tensor:
-        """Return the same for other cells; what has no rank has a negative number."""
-        return self._number(columns, inside, iter(self.ranks))
-
-    def _number(self, columns: Sequence[Tensor], inside: Tensor | None, ranks: Iterator[Tensor] | None) -> Tensor:
-        key, bound = columns[0], self.extents[0]
+        """Return the number of each cell; of one that is not inside, -1; of one that has no rank, a negative one."""
+        key, bound, first, used = columns[0], self.extents[0], not self.ranks, iter(self.ranks)
         for extent, column in zip(self.extents[1:], columns[1:], strict=True):
             if bound * extent > KEY_LIMIT:
-                if ranks is None:
+                if first:
                     self.ranks.append(key.reshape(-1).sort().values)
-                keys = self.ranks[-1] if ranks is None else next(ranks)
-                at, found = find_numbers(keys, key)
+                at, found = find_numbers(next(used), key)
                 key, bound = torch.where(found, at, -1), _MOST_ROWS
             key, bound = key * extent + column, bound * extent
         return key if inside is None else torch.where(inside, key, -1)

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 
 from insum_nn.errors import InsumFormatError, InsumNameError, InsumShapeError
+from insum_nn.faults import check_choice
 
 __all__ = ["WeightLayout", "convert_state_dict", "export_weight", "import_weight", "kernel_anchor"]
 
@@ -213,14 +214,9 @@ def _axes(layout: WeightLayout, kernel: tuple[int, ...]) -> list[int]:
 
 
 def _wrong_shape(weight: Tensor, layout: WeightLayout, kernel: tuple[int, ...]) -> InsumShapeError:
-    sizes = ", ".join(map(str, kernel))
-    shapes = {
-        "spconv": f"(O, {sizes}, I)",
-        "spconv_pointwise": f"(O, {sizes}, I), a kernel of one cell",
-        "spconv_rsck": f"({sizes}, I, O)",
-        "spconv_rskc": f"({sizes}, O, I)",
-    }
-    expected = shapes.get(layout, f"({math.prod(kernel)}, I, O)")
+    ours = ("O", *map(str, kernel), "I")
+    named = (str(math.prod(kernel)), "I", "O") if layout in _IN_CELLS else [ours[at] for at in _axes(layout, kernel)]
+    expected = f"({', '.join(named)}){', a kernel of one cell' * (layout == 'spconv_pointwise')}"
     return InsumShapeError(
         f"a weight of layout '{layout}' with kernel size {kernel} cannot have shape {tuple(weight.shape)}",
         details=[f"expected {expected}"],
@@ -231,10 +227,4 @@ def _wrong_shape(weight: Tensor, layout: WeightLayout, kernel: tuple[int, ...]) 
 
 
 def _check_layout(layout: str) -> None:
-    if layout not in get_args(WeightLayout):
-        raise InsumFormatError(
-            f"there is no weight layout '{layout}'",
-            details=[f"expected one of {', '.join(get_args(WeightLayout))}"],
-            fix="choose one of these.",
-            got=layout,
-        )
+    check_choice("the weight layout", layout, get_args(WeightLayout))

@@ -206,8 +206,8 @@ def make_paths(
     for number, instruction in enumerate(instructions):
         values = tuple(instruction)
         found = [
-            InstructionError(f"instruction {number}, {values}, {text}", fix=fix, instruction=number, **fields)
-            for text, fix, fields in _faults_of(values, in1, in2, out)
+            InstructionError(f"instruction {number}, {values}, {text}", fix=fix, instruction=number)
+            for text, fix in _faults_of(values, in1, in2, out)
         ]
         faults += found
         if not found:
@@ -220,54 +220,41 @@ def make_paths(
     return tuple(paths), tuple(weights)
 
 
-# What is wrong with an instruction, how it is mended, and what an error says besides.
-_Fault = tuple[str, str, dict[str, Any]]
-
-
 def _faults_of(
     values: tuple[Any, ...], in1: Sequence[Entry], in2: Sequence[Entry], out: Sequence[Entry]
-) -> Iterator[_Fault]:
+) -> Iterator[tuple[str, str]]:
+    """Return what is wrong with an instruction, and how it is mended."""
     if len(values) not in (5, 6):
-        items = "expected (i_in1, i_in2, i_out, mode, has_weight[, path_weight])"
-        yield f"has {len(values)} items", "write 5 or 6 items.", {"details": [items]}
+        yield f"has {len(values)} items", "write (i_in1, i_in2, i_out, mode, has_weight[, path_weight])."
         return
-    ends, mode, weighted = values[:3], values[3], bool(values[4])
-    outside = False
-    for name, at, entries in zip(("irreps_in1", "irreps_in2", "irreps_out"), ends, (in1, in2, out), strict=True):
-        if not 0 <= at < len(entries):
-            outside, details = True, [f"expected 0 <= entry < {len(entries)}; got {at}"]
-            yield f"points outside {name}", f"point to an entry of {name}.", {"details": details}
+    ends, mode, weighted, whole = values[:3], values[3], bool(values[4]), (in1, in2, out)
+    names = ("irreps_in1", "irreps_in2", "irreps_out")
+    outside = {name: len(e) for name, at, e in zip(names, ends, whole, strict=True) if not 0 <= at < len(e)}
+    for name, count in outside.items():
+        yield f"points outside {name}", f"point to one of its {count} entries, from 0 on."
     if mode not in MODES:
-        details = [f"expected one of {', '.join(MODES)}"]
-        yield f"has the unknown mode {mode!r}", "choose one of these modes.", {"details": details}
+        yield f"has the unknown mode {mode!r}", f"choose one of {', '.join(MODES)}."
     if len(values) == 6 and float(values[5]) < 0:
-        yield "has a negative path weight", "put the sign into the weights.", {"got": float(values[5])}
+        yield "has a negative path weight", "put the sign into the weights."
     if outside or mode not in MODES:
         return
-    a, b, c = in1[ends[0]], in2[ends[1]], out[ends[2]]
+    a, b, c = (entries[at] for entries, at in zip(whole, ends, strict=True))
     if a.p * b.p != c.p:
-        parity = "even" if a.p * b.p == 1 else "odd"
-        yield (
-            f"breaks parity: {a} times {b} is {parity}, {c} is not",
-            "connect it to an output of the other parity.",
-            {},
-        )
-    if not abs(a.l - b.l) <= c.l <= a.l + b.l:
+        yield f"breaks parity: {a} times {b} has not that of {c}", "connect it to an output of the other parity."
+    low, high = abs(a.l - b.l), a.l + b.l
+    if not low <= c.l <= high:
         text = f"connects degrees that do not couple: {a} times {b} holds no {c}"
-        details = [f"expected {abs(a.l - b.l)} <= l <= {a.l + b.l}; got {c.l}"]
-        yield text, "connect it to an output of such a degree.", {"details": details}
+        yield text, f"connect it to an output of a degree from {low} to {high}."
     own, extents = MODES[mode], Mode.extents(a.mul, b.mul, c.mul)
     if 0 in (a.mul, b.mul, c.mul) or 0 in map(extents.__getitem__, own.weight):
         return
     want, how = math.prod(extents[x] for x in own.out), " * ".join(_EXTENTS[x] for x in own.out)
     if own.mixes and not weighted and mode != "uuw":
-        details = [f"mode {mode!r} mixes multiplicities by weights"]
-        yield "has no weight", "set has_weight to True.", {"details": details}
+        yield f"has no weight, by which mode {mode!r} mixes multiplicities", "set has_weight to True."
     elif own.mixes and not weighted:
         want, how = 1, "1, since without weights u is summed"
     if own.in1 == own.in2 and a.mul != b.mul:
-        text = f"needs equal multiplicities of its inputs, got {a} and {b}"
-        yield text, "choose entries of one multiplicity.", {}
+        yield f"needs equal multiplicities of its inputs, got {a} and {b}", "choose entries of one multiplicity."
     elif c.mul != want:
-        fields = {"details": [f"expected {want} ({how}); got {c.mul}"], "expected": want, "got": c.mul}
-        yield f"needs another multiplicity of its output {c}", "change irreps_out or the mode.", fields
+        text = f"needs another multiplicity of its output {c}: expected {want} ({how}); got {c.mul}"
+        yield text, "change irreps_out or the mode."

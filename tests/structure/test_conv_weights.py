@@ -108,7 +108,7 @@ def test_anchor_of_even_kernels_differs():
         (torch.ones(8, 2, 2), "torchsparse", InsumShapeError, r"cannot have shape \(8, 2, 2\)"),
         (torch.ones(2, 3, 3, 2), "spconv", InsumShapeError, r"expected \(O, 3, 3, 3, I\)"),
         (torch.ones(2, 3, 3, 3, 2), "spconv_rsck", InsumShapeError, r"expected \(3, 3, 3, I, O\)"),
-        (torch.ones(2, 3, 3, 3, 2), "other", InsumFormatError, "no weight layout 'other'"),
+        (torch.ones(2, 3, 3, 3, 2), "other", InsumFormatError, "the weight layout is 'other'"),
     ],
 )
 def test_wrong_weights(weight, layout, error, text):

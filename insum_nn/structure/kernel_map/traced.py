@@ -81,7 +81,7 @@ def _neighbours(columns: Sequence[Tensor], extents: Sequence[int], geometry: Geo
     near: list[Tensor] = []
     for cells in _every_cell(geometry, columns[0]).split(run):
         places, inside = landings(columns, extents[1:], geometry, cells)
-        at, found = find_numbers(keys, numbers.again(places, inside))
+        at, found = find_numbers(keys, numbers.of(places, inside))
         near.append(torch.where(found, rows[at], -1))
     return torch.cat(near)
 
