@@ -137,39 +137,41 @@ def mask_claim_fault(field: str, tensor: Tensor) -> Fault | None:
 
 def sorted_fault(field: str, tensor: Tensor) -> Fault | None:
     """Return a descent in a tensor that is said to ascend; -1 does not count."""
-    used = (tensor.reshape(-1) != -1).nonzero().squeeze(1)
-    entries = tensor.reshape(-1)[used]
+    used, entries = _used(tensor)
     descents = (entries[1:] < entries[:-1]).nonzero()
     if descents.numel() == 0:
         return None
     index = int(descents[0])
     position = _unravel(used[index + 1], tensor)
-    return Fault(
-        field,
-        "law",
+    expected, fix = (
         "ascending entries (its facts say sorted=True)",
-        f"{int(entries[index + 1])} at {_at(position)} after {int(entries[index])}",
-        "sort the entries with a builder, or set sorted=False in its IndexFacts.",
-        position,
+        "sort the entries with a builder, or set sorted=False",
     )
+    got = f"{int(entries[index + 1])} at {_at(position)} after {int(entries[index])}"
+    return Fault(field, "law", expected, got, f"{fix} in its IndexFacts.", position)
 
 
 def unique_fault(field: str, tensor: Tensor) -> Fault | None:
     """Return a value that occurs twice in a tensor that is said to hold each once; -1 does not count."""
-    used = (tensor.reshape(-1) != -1).nonzero().squeeze(1)
-    entries, order = tensor.reshape(-1)[used].sort(stable=True)
+    used, entries = _used(tensor)
+    entries, order = entries.sort(stable=True)
     repeats = used[order[1:][entries[1:] == entries[:-1]]]
     if repeats.numel() == 0:
         return None
     position = _unravel(repeats.min(), tensor)
-    return Fault(
-        field,
-        "law",
+    expected, fix = (
         "no value twice (its facts say unique=True)",
-        f"{int(tensor[position])} again at {_at(position)}",
-        "merge the entries with a builder, or set unique=False in its IndexFacts.",
-        position,
+        "merge the entries with a builder, or set unique=False",
     )
+    got = f"{int(tensor[position])} again at {_at(position)}"
+    return Fault(field, "law", expected, got, f"{fix} in its IndexFacts.", position)
+
+
+def _used(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the flat places of entries that are not -1, and these."""
+    flat = tensor.reshape(-1)
+    used = (flat != -1).nonzero().squeeze(1)
+    return used, flat[used]
 
 
 def joint_fault(field: str, others: Sequence[str], tensors: Sequence[Tensor]) -> Fault | None:

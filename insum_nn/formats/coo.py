@@ -16,7 +16,7 @@ from insum_nn.formats import arguments, checks, convert
 from insum_nn.formats.base import IndexPart, RowsAndColumns, SparseFormat, dim_field, dim_name
 from insum_nn.sorted_rows import compressed_rows
 
-__all__ = ["COO", "ThroughCOO", "as_coo", "entry_facts", "scipy_tensors"]
+__all__ = ["COO", "ThroughCOO", "as_coo", "entry_facts"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -159,8 +159,23 @@ class COO(RowsAndColumns):
         >>> COO.from_scipy(scipy.sparse.eye_array(3)).nnz
         3
         """
-        shape, indices, values = scipy_tensors(matrix, device)
-        return cls.from_coo(indices, values, shape, index_dtype=index_dtype)
+        sparse = import_extra("scipy.sparse", "matrices of scipy")
+        if not sparse.issparse(matrix):
+            raise InsumFormatError(
+                f"from_scipy needs a scipy sparse array, got {type(matrix).__name__}",
+                fix="call from_dense(torch.as_tensor(x)) for a dense array.",
+            )
+        coo = sparse.coo_array(matrix)
+        try:
+            values = torch.as_tensor(coo.data).clone()
+        except TypeError as error:
+            kind = coo.data.dtype
+            text, fix = f"torch has no dtype for scipy's {kind}", "call .astype('float64') first."
+            raise InsumDtypeError(text, fix=fix, got=kind) from error
+        # `coords` came with scipy 1.13, as did more than two dimensions.
+        coords = coo.coords if hasattr(coo, "coords") else (coo.row, coo.col)
+        indices = [torch.as_tensor(index).to(device, torch.int64) for index in coords]
+        return cls.from_coo(indices, values.to(device), [*map(int, coo.shape)], index_dtype=index_dtype)
 
     @classmethod
     def from_smtx(cls, path: str | PathLike[str], *, index_dtype: torch.dtype | None = None) -> Self:
@@ -450,13 +465,6 @@ def as_coo(
     coalesce: bool = False,
 ) -> COO:
     """Return the arguments of a `from_coo` as a COO with validated indices; entries as given, or coalesced."""
-    coo = _as_coo(indices, values, shape, owner)
-    return coo.coalesce() if coalesce else coo
-
-
-def _as_coo(
-    indices: SparseFormat | Tensor | Sequence[Tensor], values: Tensor | None, shape: Sequence[int] | None, owner: str
-) -> COO:
     if isinstance(indices, SparseFormat):
         if values is not None or shape is not None:
             raise InsumFormatError(
@@ -464,13 +472,12 @@ def _as_coo(
                 fix="pass the format alone; use with_values to give it other values.",
             )
         coo = indices.entries()
-        if coo._proven():  # pyright: ignore[reportPrivateUsage]
-            return coo
-        parts = [part.field for part in coo.index_parts]
-        convert.check_entries(owner, coo.shape, coo.indices, coo.values, parts)
-        facts = coo.index_facts or entry_facts(coo.ndim, ordered=False, distinct=False)
-        facts = tuple(IndexFacts(f.sorted, f.unique, masked=False, proven=True) for f in facts)
-        return COO(coo.shape, coo.indices, coo.values, facts, coo.coalesced)
+        if not coo._proven():  # pyright: ignore[reportPrivateUsage]
+            convert.check_entries(owner, coo.shape, coo.indices, coo.values, [part.field for part in coo.index_parts])
+            facts = coo.index_facts or entry_facts(coo.ndim, ordered=False, distinct=False)
+            facts = tuple(IndexFacts(f.sorted, f.unique, masked=False, proven=True) for f in facts)
+            coo = COO(coo.shape, coo.indices, coo.values, facts, coo.coalesced)
+        return coo.coalesce() if coalesce else coo
     extents = arguments.check_shape(shape, owner)
     if values is None or arguments.require_dense(values, owner, "values").ndim != 1:
         raise InsumShapeError(
@@ -482,34 +489,11 @@ def _as_coo(
     ndim = len(extents)
     fields = [dim_field(dim, ndim, f"indices[{dim}]") for dim in range(ndim)]
     convert.check_entries(owner, extents, given, values, fields)
-    return COO(extents, given, values, entry_facts(ndim, ordered=False, distinct=False))
+    coo = COO(extents, given, values, entry_facts(ndim, ordered=False, distinct=False))
+    return coo.coalesce() if coalesce else coo
 
 
 def entry_facts(ndim: int, *, ordered: bool, distinct: bool = False, proven: bool = True) -> tuple[IndexFacts, ...]:
     """Facts of COO indices; in lexicographic order only the first dimension ascends."""
     first = IndexFacts(sorted=ordered, unique=distinct and ndim == 1, masked=False, proven=proven)
     return (first, *(IndexFacts(masked=False, proven=proven) for _ in range(ndim - 1)))
-
-
-def scipy_tensors(
-    matrix: object, device: torch.device | str | None
-) -> tuple[tuple[int, ...], tuple[Tensor, ...], Tensor]:
-    """Shape, coordinates and values of a scipy sparse container, copied."""
-    sparse = import_extra("scipy.sparse", "matrices of scipy")
-    if not sparse.issparse(matrix):
-        raise InsumFormatError(
-            f"from_scipy needs a scipy sparse array, got {type(matrix).__name__}",
-            fix="call from_dense(torch.as_tensor(x)) for a dense array.",
-        )
-    coo = sparse.coo_array(matrix)
-    try:
-        values = torch.as_tensor(coo.data).clone()
-    except TypeError as error:
-        raise InsumDtypeError(
-            f"torch has no dtype for scipy's {coo.data.dtype}", fix="call .astype('float64') first.", got=coo.data.dtype
-        ) from error
-    # `coords` came with scipy 1.13, as did more than two dimensions.
-    coords = coo.coords if hasattr(coo, "coords") else (coo.row, coo.col)
-    indices = tuple(torch.as_tensor(index).to(torch.int64) for index in coords)
-    moved = tuple(index.to(device) for index in indices)
-    return tuple(int(extent) for extent in coo.shape), moved, values.to(device)
