@@ -143,8 +143,8 @@ def get_indice_pairs(
         InsumRangeError: a voxel lies outside the grid.
         InsumFormatError: a voxel occurs twice.
     """
-    geometry = Geometry.of(ksize, stride, padding, dilation, out_padding, subm=subm, transposed=transpose)
-    found = build_kernel_map(Coordinates(indices, tuple(spatial_shape), batch_size), geometry)
+    moves = Geometry.of(ksize, stride, padding, dilation, out_padding, subm=subm, transposed=transpose)
+    found = build_kernel_map(Coordinates(indices, tuple(spatial_shape), batch_size), moves)
     return found.out_indices, found.indice_pairs, _pair_num(found)
 
 
@@ -200,8 +200,8 @@ def get_indice_pairs_implicit_gemm(
         InsumRangeError: a voxel lies outside the grid.
         InsumFormatError: a voxel occurs twice.
     """
-    geometry = Geometry.of(ksize, stride, padding, dilation, out_padding, subm=subm, transposed=transpose)
-    found = build_kernel_map(Coordinates(indices, tuple(spatial_shape), batch_size), geometry)
+    moves = Geometry.of(ksize, stride, padding, dilation, out_padding, subm=subm, transposed=transpose)
+    found = build_kernel_map(Coordinates(indices, tuple(spatial_shape), batch_size), moves)
     volume = found.geometry.volume
     if algo is ConvAlgo.MaskSplitImplicitGemm and volume <= _MASK_BITS:
         first = volume - volume // 2
@@ -365,28 +365,15 @@ def implicit_gemm(
 
 
 def implicit_gemm_backward(
-    features: Tensor,
-    filters: Tensor,
-    out_bp: Tensor,
-    pair_fwd: Tensor,
-    pair_bwd: Tensor,
-    pair_mask_fwd_splits: list[Tensor],
-    pair_mask_bwd_splits: list[Tensor],
-    mask_argsort_fwd_splits: list[Tensor],
-    mask_argsort_bwd_splits: list[Tensor],
-    mask_output_fwd: Tensor | None,
-    masks: list[Any],
-    mask_width: int,
-    is_subm: bool,
-    timer: object = None,
-    fp32_accum: bool | None = None,
+    features: Tensor, filters: Tensor, out_bp: Tensor, pair_fwd: Tensor, *tables: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `implicit_gemm` with respect to features and filters, from that of its result, `out_bp`.
 
-    Of the tables only `pair_fwd` is read.
+    The other arguments are those of spconv's function. Only `pair_fwd` and `fp32_accum`, the last, are read.
     """
-    table = (pair_fwd, [], [], out_bp.shape[0], masks, False, is_subm, timer, fp32_accum)
-    return _gradients(lambda x, w: implicit_gemm(x, w, *table)[0], features, filters, out_bp)
+    accumulate = {"fp32_accum": named.get("fp32_accum", tables[10] if len(tables) > 10 else None)}
+    table: tuple[Any, ...] = (pair_fwd, [], [], out_bp.shape[0], [], False, False)
+    return _gradients(lambda x, w: implicit_gemm(x, w, *table, **accumulate)[0], features, filters, out_bp)
 
 
 def indice_maxpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor, num_activate_out: int) -> Tensor:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from insum_nn.compiler.options import Options
+from insum_nn.compiler.options import Options, require_options
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.extents import IntOrInts, expand_nd, extent
 from insum_nn.layers.statement_layer import ExplainedLayer
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
 from insum_nn.ops.sparse_conv import VOXEL_FACTS
-from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "SparseModule",
     "StatementModule",
     "Unscriptable",
-    "map_differences",
     "store_map",
     "stored_map",
 ]
@@ -96,30 +94,6 @@ def stored_map(x: SparseConvTensor, key: str | None) -> KernelMap | None:
     )
 
 
-def map_differences(
-    known: KernelMap, x: SparseConvTensor, geometry: Geometry, sites: Coordinates, arguments: Iterable[str]
-) -> list[str]:
-    """List how a stored map differs from a layer's `arguments` and input, whose voxels should be `sites`."""
-    x.check_rows()
-    check_untraced()
-    indices, shape = sites.indices, sites.spatial_shape
-    wrong: list[str] = []
-    for name in arguments:
-        stored, own = getattr(known.geometry, name), getattr(geometry, name)
-        if stored != own:
-            wrong.append(f"{name}: stored {stored}, this layer {own}")
-    if tuple(x.spatial_shape) != shape:
-        wrong.append(f"spatial_shape: stored {shape}, input {tuple(x.spatial_shape)}")
-    elif indices.shape != x.indices.shape:
-        wrong.append(f"voxels: stored {indices.shape[0]}, input {x.indices.shape[0]}")
-    elif indices is x.indices:
-        edited = not sites.describes(indices, shape, sites.batch_size)
-        wrong += ["voxels: written to since the map was made"] if edited else []
-    elif not torch.compiler.is_compiling() and not torch.equal(indices, x.indices):
-        wrong.append("voxels: as many as stored, at other places or in another order")
-    return wrong
-
-
 class MapLayer:
     """A kernel that moves over a grid, and its maps: what convolutions and pools share.
 
@@ -142,6 +116,10 @@ class MapLayer:
         dilation: IntOrInts,
         algo: object,
         limit: int,
+        subm: bool,
+        indice_key: str | None,
+        record_voxel_count: bool,
+        options: Options,
     ) -> None:
         """Check and keep the arguments; `limit`: cells above which spconv's layers have pairs in lists."""
         owner = type(self).__name__
@@ -152,6 +130,8 @@ class MapLayer:
         self.dilation = expand_nd(owner, "dilation", ndim, dilation, 1)
         default = ConvAlgo.MaskImplicitGemm if math.prod(self.kernel_size) <= limit else ConvAlgo.Native
         self.algo = default if algo is None else algo
+        self.subm, self.indice_key, self.record_voxel_count = subm, indice_key, record_voxel_count
+        self.options = require_options(options)
 
     def get_max_num_voxels(self) -> Tensor | None:
         """Return the largest number of output voxels seen, with `record_voxel_count`."""
@@ -195,15 +175,37 @@ class MapLayer:
         own = own and not known.inverted and not again and not torch.jit.is_tracing()
         if own and known.inputs.describes(input.indices, input.spatial_shape, input.batch_size) and input.has_all_rows:
             return known
-        arguments = _ARGUMENTS if geometry.kind == known.geometry.kind else ("kernel_size",)
-        wrong = map_differences(known, input, geometry, known.inputs, arguments)
-        if known.inverted or known.geometry.kind != geometry.kind:
-            wrong.insert(0, f"kind: stored {known.geometry.kind}, this layer {geometry.kind}")
+        self._check_map(known, input, inverse=False)
+        return input.build_map(geometry, again=True) if again else known
+
+    def _check_map(self, known: KernelMap, x: SparseConvTensor, *, inverse: bool) -> None:
+        """Raise if a stored map is of another kernel, or does not begin, or of an `inverse` layer end, at the input."""
+        x.check_rows()
+        check_untraced()
+        sites, kind = known.outputs if inverse else known.inputs, known.geometry.kind
+        indices, shape = sites.indices, sites.spatial_shape
+        same, own = kind == self.geometry.kind, f"this layer {self.geometry.kind}"
+        unlike = kind == "subm" if inverse else known.inverted or not same
+        wrong = [f"kind: stored {kind}, {'which has nothing to invert' if inverse else own}"] if unlike else []
+        # Stride, padding and dilation of an inverse layer come from the other one.
+        for name in _ARGUMENTS if same and not inverse else ("kernel_size",):
+            stored, own = getattr(known.geometry, name), getattr(self.geometry, name)
+            wrong += [f"{name}: stored {stored}, this layer {own}"] if stored != own else []
+        if tuple(x.spatial_shape) != shape:
+            wrong.append(f"spatial_shape: stored {shape}, input {tuple(x.spatial_shape)}")
+        elif indices.shape != x.indices.shape:
+            wrong.append(f"voxels: stored {indices.shape[0]}, input {x.indices.shape[0]}")
+        elif indices is x.indices:
+            edited = not sites.describes(indices, shape, sites.batch_size)
+            wrong += ["voxels: written to since the map was made"] if edited else []
+        elif not torch.compiler.is_compiling() and not torch.equal(indices, x.indices):
+            wrong.append("voxels: as many as stored, at other places or in another order")
         if wrong:
+            order = "invert layers in reverse order, each with the kernel_size of its partner."
             raise InsumFormatError(
-                f"{type(self).__name__}: the map under indice_key '{self.indice_key}' is not of this layer",
+                f"{type(self).__name__}: the map under indice_key '{self.indice_key}' "
+                f"{'does not lead to this input' if inverse else 'is not of this layer'}",
                 details=wrong,
-                fix="give this layer an indice_key of its own.",
+                fix=order if inverse else "give this layer an indice_key of its own.",
                 indice_key=self.indice_key,
             )
-        return input.build_map(geometry, again=True) if again else known

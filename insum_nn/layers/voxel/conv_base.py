@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from insum_nn.compiler.options import DEFAULT, Options, require_options
+from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumNameError, InsumShapeError
 from insum_nn.layers.extents import IntOrInts, channels, expand_nd
-from insum_nn.layers.voxel.base import MapLayer, map_differences, store_map, stored_map
+from insum_nn.layers.voxel.base import MapLayer, store_map, stored_map
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 from insum_nn.ops.sparse_conv import sparse_conv
 from insum_nn.structure.conv_weights import WeightLayout, import_weight
@@ -143,18 +143,13 @@ class SparseConvolutionBase(MapLayer):
             options: compile options.
         """
         owner = type(self).__name__
-        self._set_kernel(ndim, kernel_size, stride, padding, dilation, algo, 128 if large_kernel_fast_algo else 32)
+        moves, kept = (ndim, kernel_size, stride, padding, dilation), (subm, indice_key, record_voxel_count, options)
+        self._set_kernel(*moves, algo, 128 if large_kernel_fast_algo else 32, *kept)
         self.output_padding = expand_nd(owner, "output_padding", self.ndim, output_padding, 0)
         self.in_channels, self.out_channels, self.groups = channels(owner, in_channels, out_channels, groups)
-        self.subm = subm
-        self.transposed = transposed
-        self.inverse = inverse
-        self.indice_key = indice_key
-        self.record_voxel_count = record_voxel_count
-        self.fp32_accum = fp32_accum
+        self.transposed, self.inverse, self.fp32_accum = transposed, inverse, fp32_accum
         activation_name(act_type)
         self.act_type, self.act_alpha, self.act_beta = act_type, act_alpha, act_beta
-        self.options = require_options(options)
         if fp32_accum is False:
             self.options = replace(options, accumulate="storage")
         self.geometry = self._make_geometry(owner, anchor)
@@ -228,17 +223,7 @@ class SparseConvolutionBase(MapLayer):
                 fix="give the SparseConv or pooling layer to be inverted this indice_key.",
                 indice_key=self.indice_key,
             )
-        # Stride, padding and dilation come from the other layer.
-        wrong = map_differences(known, input, self.geometry, known.outputs, ("kernel_size",))
-        if known.geometry.kind == "subm":
-            wrong.insert(0, "kind: stored subm, which has nothing to invert")
-        if wrong:
-            raise InsumFormatError(
-                f"{owner}: the map under indice_key '{self.indice_key}' does not lead to this input",
-                details=wrong,
-                fix="invert layers in reverse order, each with the kernel_size of its partner.",
-                indice_key=self.indice_key,
-            )
+        self._check_map(known, input, inverse=True)
         return known.inverse
 
     def _conv_forward(

@@ -82,11 +82,8 @@ class _SparsePool(MapLayer, StatementModule):
         """
         super().__init__(name=name)
         stride = kernel_size if stride is None else stride
-        self._set_kernel(ndim, kernel_size, stride, padding, dilation, algo, 128)
-        self.subm = subm
-        self.indice_key = indice_key
-        self.record_voxel_count = record_voxel_count
-        self.options = require_options(options)
+        kept = (subm, indice_key, record_voxel_count, options)
+        self._set_kernel(ndim, kernel_size, stride, padding, dilation, algo, 128, *kept)
         if record_voxel_count and not subm:
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
         self.geometry = Geometry.of(self.kernel_size, self.stride, self.padding, self.dilation, subm=subm)
