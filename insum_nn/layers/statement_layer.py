@@ -1,4 +1,4 @@
-"""Bases of the layers that run statements: they print and explain these."""
+"""The base of layers that run statements: they print and explain these."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from insum_nn.compiler.api import Program, statement_calls
-from insum_nn.compiler.options import DEFAULT, Options
+from insum_nn.compiler.api import statement_calls
+from insum_nn.compiler.options import DEFAULT
 from insum_nn.facts import IndexFacts
 from insum_nn.ops.statements import program_of
 
-__all__ = ["ExplainedLayer", "StatementLayer", "renamed", "with_attributes"]
+__all__ = ["StatementLayer", "renamed", "with_attributes"]
 
 
 class StatementLayer:
@@ -51,37 +51,36 @@ class StatementLayer:
             lines += [f"{kind}:" if texts else kind, *(f"  {text}" for text in texts)]
         return "\n  ".join(lines)
 
-
-class ExplainedLayer(StatementLayer):
-    """One that explains a call with an input.
-
-    Attributes:
-        options: compile options.
-    """
-
-    options: Options = DEFAULT
-
     def _facts(self) -> Mapping[str, IndexFacts]:
         """Return what is guaranteed of the index tensors of its statements."""
         return {}
 
-    def _program(self) -> Program:
-        """Return the program of the first statement."""
-        return program_of(self._statements()[0], self._facts(), self.options)
+    # Which statement of a call is explained by default; no annotation, see above.
+    _EXPLAINED = -1
 
-    def explain(self, input: Any = None, *, measure: bool = False) -> Any:
-        """Explain how the layer's statement runs, the last one where it runs several; see `Program.explain`.
+    def explain_statement(self, *inputs: Any, statement: int | None = None, measure: bool = False, **named: Any) -> Any:
+        """Explain how a statement of a call runs; see `Program.explain`. Layers whose peer has no `explain` call it so.
 
         Args:
-            input: an input of a call, which runs and is explained; without one, only what the text alone says is shown.
-            measure: also time the program.
+            *inputs: those of the call, which runs; without any, only what the first statement's text alone says is
+                shown.
+            statement: which one, from 0 on; by default the last, of tensor products the first.
+            measure: also time it.
+            **named: inputs by name.
 
         Returns:
             The compiler's `Explanation`.
         """
-        if input is None:
-            return self._program().explain()
-        return statement_calls(lambda: cast(Any, self).forward(input))[-1].explain(measure=measure)
+        if not inputs and not named:
+            return program_of(self._statements()[0], self._facts(), getattr(self, "options", DEFAULT)).explain()
+        with torch.no_grad():
+            calls = statement_calls(lambda: cast(Any, self)(*inputs, **named))
+        number, count = self._EXPLAINED if statement is None else statement, len(calls)
+        explained = calls[number].explain(measure=measure)
+        if count > 1:
+            others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
+            explained = explained.with_choice("statement", f"{number % count + 1} of {count}", others)
+        return explained
 
 
 def with_attributes(new: Any, module: Any) -> Any:

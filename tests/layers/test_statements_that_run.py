@@ -21,6 +21,7 @@ from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.compiler.runtime.execution import clear_cache
 from insum_nn.layers.voxel import conv
 from insum_nn.ops import tensor_product_roles
+from insum_nn.ops.statements import program_of
 from insum_nn.ops.tensor_product import expressions as expressions_of_product
 from tests.layers.every_layer import EVERY_LAYER, NO_LAYERS, WITHOUT_OPTIONS
 from tests.layers.layer_case import LayerCase
@@ -179,7 +180,7 @@ def test_the_program_that_runs_is_explained(name: str, device: torch.device, mon
     seen: list[Any] = []
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     ran = specs_of(monkeypatch, lambda: made(*inputs))
-    assert layer._program().spec == ran[-1]
+    assert program_of(layer._statements()[0], layer._facts(), layer.options).spec == ran[-1]
     explained = str(layer.explain(seen[0]))
     assert ran[-1].expression in explained
     # Only a call knows extents.

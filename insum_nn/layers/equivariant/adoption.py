@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import keep_inner, statement_calls
+from insum_nn.compiler.api import keep_inner
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import FLOATS
 from insum_nn.errors import import_extra
@@ -84,6 +84,8 @@ class ProductLayer(StatementLayer):
         _options: Options
         __call__: Callable[..., Tensor]
 
+    explain, _EXPLAINED = StatementLayer.explain_statement, 0
+
     def _specs(self) -> Sequence[TensorProductSpec]:
         """Return the tensor products that a call runs."""
         raise NotImplementedError
@@ -98,25 +100,6 @@ class ProductLayer(StatementLayer):
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         in_one_step = tuple(text for spec in self._specs() for text in expressions(spec, staged=False))
         return {} if in_one_step == self._statements() else {"for very many samples": in_one_step}
-
-    def explain(self, *inputs: Any, statement: int = 0, measure: bool = False) -> Any:
-        """Explain how one of the statements of a call runs.
-
-        Args:
-            *inputs: those of the call.
-            statement: which one, from 0 on.
-            measure: also time it.
-
-        Returns:
-            The compiler's `Explanation`.
-        """
-        with torch.no_grad():
-            calls = statement_calls(lambda: cast(Any, self)(*inputs))
-        explained = calls[statement].explain(measure=measure)
-        if (count := len(calls)) > 1:
-            others = f"the output is computed by {count} statements; explain(..., statement=n) shows another, from 0 on"
-            explained = explained.with_choice("statement", f"{statement + 1} of {count}", others)
-        return explained
 
     @property
     def options(self) -> Options:

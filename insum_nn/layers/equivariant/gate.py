@@ -77,7 +77,7 @@ class Gate(E3nnLayer, e3nn_nn.Gate):
     def _elsewhere(self) -> dict[str, tuple[str, ...]]:
         return self.mul._elsewhere()
 
-    explain = ProductLayer.explain
+    explain, _EXPLAINED = ProductLayer.explain, 0
 
     def forward(self, features: Tensor) -> Tensor:
         """Activate and multiply.

@@ -75,6 +75,8 @@ class SymmetricContraction(ProductLayer, nn.Module):
 
     # TorchScript compiles properties unless told otherwise.
     __jit_unused_properties__ = ["options"]  # noqa: RUF012
+    # The contraction; the first is the sum of its weights.
+    _EXPLAINED = 1
 
     def __init__(self, *args: Any, options: Options = DEFAULT, **kwargs: Any) -> None:
         super().__init__()
@@ -158,10 +160,6 @@ class SymmetricContraction(ProductLayer, nn.Module):
     def __repr__(self) -> str:
         terms = len(self.get_buffer("_V"))
         return self._shown(f"SymmetricContraction({self.irreps_in} -> {self.irreps_out} | {terms} terms)")
-
-    def explain(self, *inputs: Any, statement: int = 1, measure: bool = False) -> Any:
-        """Explain how the contraction runs on inputs of `forward`, or the sum of its weights (`statement=0`)."""
-        return super().explain(*inputs, statement=statement, measure=measure)
 
     # Evaluation.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from insum_nn.compiler.api import is_plain_eager, statement_calls
+from insum_nn.compiler.api import is_plain_eager
 from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.dtypes import wide_dtype
 from insum_nn.errors import MissingExtraError
@@ -110,20 +110,6 @@ class PeerLayer(StatementLayer):
         plain.__dict__.update(self.__dict__, **{name: plain.__dict__[name] for name in found})
         return plain
 
-    def explain_statement(self, *args: Any, measure: bool = False, **kwargs: Any) -> Any:
-        """Explain how the last statement of a call runs: PyTorch Geometric's explainers have the name `explain`.
-
-        Args:
-            *args: those of a call.
-            measure: also time the statement.
-            **kwargs: those of a call.
-
-        Returns:
-            The compiler's `Explanation`.
-        """
-        with torch.no_grad():
-            return statement_calls(lambda: cast(Any, self)(*args, **kwargs))[-1].explain(measure=measure)
-
 
 class MessageLayer(PeerLayer, pyg.MessagePassing):
     """A layer of PyTorch Geometric whose messages are summed by a statement, which forms none of them.
@@ -212,7 +198,7 @@ class Convolution(MessageLayer):
     __call__: Callable[..., Tensor]
     _message: ClassVar[str] = "X[J[e],f]"
     _columns: ClassVar[str] = "f"
-    _facts: ClassVar[NamedFacts] = FACTS
+    _known: ClassVar[NamedFacts] = FACTS
     _aggregations = (*_NAMES, pyg.aggr.MultiAggregation, pyg.aggr.DegreeScalerAggregation)
 
     def _statements(self) -> tuple[str, ...]:
@@ -252,7 +238,7 @@ class Convolution(MessageLayer):
         shape = (nodes, None) if rank == 2 else (nodes, None, None)
         for step, text in _texts(names, message, columns).items():
             read = {**named, "M": found["Mean"]} if step == "Var" else named
-            out = run(text, self._facts, read, self.options, shape)
+            out = run(text, self._known, read, self.options, shape)
             found[step] = out / self._counts(ends, out) if step in _DIVIDED else out
         if "Std" in names:
             found["Std"] = found["Var"].clamp(min=1e-5).sqrt().masked_fill(found["Var"] <= 1e-5, 0.0)

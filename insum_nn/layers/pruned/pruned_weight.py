@@ -18,7 +18,7 @@ from insum_nn.facts import IndexFacts
 from insum_nn.faults import Faults
 from insum_nn.formats import GroupCOO, GroupSize
 from insum_nn.layers.pruned.scripted_call import ScriptedCall
-from insum_nn.layers.statement_layer import ExplainedLayer
+from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.ops.statements import run, to_autocast
 from insum_nn.structure.pruning import (
     carry_optimizer_state,
@@ -38,7 +38,7 @@ Forming = tuple[str, Mapping[str, IndexFacts], dict[str, Tensor], Options, tuple
 DenseLayer = TypeVar("DenseLayer", bound=nn.Linear | DenseConv)
 
 
-class PrunedWeight(ExplainedLayer, nn.Module):
+class PrunedWeight(StatementLayer, nn.Module):
     """A layer whose weight is a list of cells at chosen places of a grid.
 
     What is stored is a parameter like any other: gradients, optimizers and `state_dict` see the stored cells only.
@@ -54,6 +54,7 @@ class PrunedWeight(ExplainedLayer, nn.Module):
         options: compile options.
     """
 
+    explain = StatementLayer.explain_statement
     _USES: ClassVar[str]
     # A row of outputs, of an image; `None`: they all lie in one.
     _SHORT: ClassVar[int | None] = None

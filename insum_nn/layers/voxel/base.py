@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from insum_nn.compiler.options import Options, require_options
+from insum_nn.compiler.options import DEFAULT, Options, require_options
 from insum_nn.errors import InsumBackendError, InsumFormatError, InsumShapeError
 from insum_nn.facts import IndexFacts
 from insum_nn.layers.extents import IntOrInts, expand_nd, extent
-from insum_nn.layers.statement_layer import ExplainedLayer
+from insum_nn.layers.statement_layer import StatementLayer
 from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor, check_untraced
 from insum_nn.ops.sparse_conv import VOXEL_FACTS
 from insum_nn.structure.kernel_map import ConvAlgo, Geometry, KernelMap
@@ -60,8 +60,15 @@ class SparseModule(Unscriptable, nn.Module):
         self._sparse_unique_name = ""
 
 
-class StatementModule(ExplainedLayer, SparseModule):
-    """A module over sparse tensors that runs a statement."""
+class StatementModule(StatementLayer, SparseModule):
+    """A module over sparse tensors that runs a statement.
+
+    Attributes:
+        options: compile options.
+    """
+
+    options: Options = DEFAULT
+    explain = StatementLayer.explain_statement
 
     def _facts(self) -> Mapping[str, IndexFacts]:
         return VOXEL_FACTS

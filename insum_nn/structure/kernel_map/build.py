@@ -19,8 +19,15 @@ from insum_nn.structure.kernel_map.device_kernels import reached_map, submanifol
 from insum_nn.structure.kernel_map.geometry import Geometry, MapKind, output_shape
 from insum_nn.structure.kernel_map.kernel_map import KernelMap
 from insum_nn.structure.kernel_map.search import Neighbours, reached_neighbours, submanifold_neighbours
-from insum_nn.structure.kernel_map.tables import MOST_ENTRIES, NeighbourTable, groups_of_table, order_by_mask
-from insum_nn.structure.kernel_map.traced import Groups, groups_in_graph, map_in_graph
+from insum_nn.structure.kernel_map.tables import (
+    MOST_ENTRIES,
+    Groups,
+    NeighbourTable,
+    groups_in_graph,
+    groups_of_table,
+    order_by_mask,
+)
+from insum_nn.structure.kernel_map.traced import map_in_graph
 from insum_nn.structure.plain_tensors import plain_integers
 from insum_nn.structure.transfers import read_later
 

@@ -10,9 +10,9 @@ their mask: the offsets that they have, as bits. Nothing of it reads the device;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from insum_nn.structure.kernel_map.device_kernels import (
     sorted_table,
 )
 from insum_nn.structure.kernel_map.mask_bits import MASK_BITS, compared_offsets
-from insum_nn.structure.kernel_map.traced import Groups, groups_in_graph, places_of
 from insum_nn.structure.transfers import constant
 
 __all__ = [
+    "GROUP_SIZE",
     "LIST_FACTS",
     "MASK_BITS",
     "MOST_ENTRIES",
@@ -36,6 +36,7 @@ __all__ = [
     "Groups",
     "NeighbourTable",
     "Pairs",
+    "groups_in_graph",
     "groups_of_table",
     "list_of_groups",
     "list_of_table",
@@ -52,8 +53,11 @@ LIST_FACTS = NamedFacts(
     }
 )
 
-# Slots of a group: the longest that leaves few slots unused is taken.
-_GROUP_SIZES = (128, 64, 32, 16)
+GROUP_SIZE = 128
+"""Slots of a group in graphs."""
+
+# Else the longest that leaves few slots unused is taken.
+_GROUP_SIZES = (GROUP_SIZE, 64, 32, 16)
 _MAX_UNUSED = 0.25
 _POWERS = tuple(1 << bit for bit in range(MASK_BITS))
 # Cells past each row of a table that is written in any order, for what is not to be written; a power of two.
@@ -77,6 +81,59 @@ class Pairs:
     offset: Tensor
     output: Tensor
     input: Tensor
+
+
+class Groups(NamedTuple):
+    """Pairs in groups.
+
+    Attributes:
+        offset: `Off`, (g,) int32, ascending; in graphs g = min(p, p // 128 + o), of which the last may have no pair.
+        in_index: `InIdx`, (g, q) int32; -1 in unused slots.
+        out_index: `OutIdx`, the same of outputs.
+        filled: (o,) int64: pairs of each offset.
+        slots: (p,) int64: where each pair stands; from its length a tracer knows the number of pairs.
+        counts: `filled` as numbers, where they were read.
+    """
+
+    offset: Tensor
+    in_index: Tensor
+    out_index: Tensor
+    filled: Tensor
+    slots: Tensor
+    counts: tuple[int, ...] | None = None
+
+
+def groups_in_graph(
+    near: Tensor, count: int | None = None, plan: Callable[[Tensor], tuple[int, int]] | None = None
+) -> Groups:
+    """Return the pairs of a table (o, m) of the input row that each output meets at each offset, or -1, in groups.
+
+    Args:
+        near: the table, outputs by row.
+        count: its pairs; default: the device is read.
+        plan: given the pairs of each offset, tells slots of a group and how many groups there are; default: as in
+            graphs, which cannot read them.
+    """
+    volume, device = near.shape[0], near.device
+    offset, output = _places(near >= 0, count).T.contiguous().unbind(0)
+    pairs = offset.shape[0]
+    starts = torch.searchsorted(offset, torch.arange(volume + 1, device=device))
+    filled = starts[1:] - starts[:-1]
+    # At each offset at most one group is not full, and none is empty: without rows to point at there is no group.
+    most: Any = torch.sym_min(pairs, pairs // GROUP_SIZE + volume) if plan is None else 0
+    size, number = (GROUP_SIZE, most) if plan is None else plan(filled)
+    own = (filled + (size - 1)).div(size, rounding_mode="floor")
+    ends = own.cumsum(0)
+    slots = torch.arange(pairs, device=device) + ((ends - own) * size - starts[:-1])[offset]
+    groups = torch.searchsorted(ends, torch.arange(number, device=device), right=True).clamp(max=volume - 1)
+    empty = torch.full((number * size,), -1, dtype=torch.int32, device=device)
+    tables = [empty.scatter(0, slots, rows.int()).view(number, size) for rows in (near[offset, output], output)]
+    return Groups(groups.int(), tables[0], tables[1], filled, slots)
+
+
+def _places(present: Tensor, count: int | None) -> Tensor:
+    """Return the positions of true elements, (count, dimensions); reads the device where the count is unknown."""
+    return present.nonzero_static(size=count) if count else present.nonzero()
 
 
 def groups_of_table(neighbours: Tensor, counts: tuple[int, ...] | None = None) -> Groups:
@@ -115,7 +172,7 @@ def list_of_table(neighbours: Tensor, count: int | None = None) -> dict[str, Ten
         count: its pairs; default: the device is read.
     """
     # Each begins at a multiple of 16 bytes, or the machine code of what reads them would depend on their number.
-    places = places_of(neighbours >= 0, count and -(-count // 4) * 4)
+    places = _places(neighbours >= 0, count and -(-count // 4) * 4)
     found = places.T.to(torch.int32, memory_format=torch.contiguous_format)
     offset, output = places[:count].unbind(1)
     offsets, outputs = found[:, :count].unbind(0)

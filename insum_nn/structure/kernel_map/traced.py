@@ -2,19 +2,15 @@
 
     keys = sort(number of each voxel)
     near[o, v] = the row that stands at keys where searchsorted finds the neighbour of v under kernel cell o, or -1
-    pairs = nonzero(near >= 0), in groups of 128; there are at most min(pairs, pairs // 128 + offsets)
 
 Nothing is kept between calls and nothing is read by the host. A graph is for all clouds, so there is one way: by
 search, whatever the grid's size; outside of graphs it serves where grids or tables are too large for the faster ways.
-Pairs are written as where they stand among the slots of groups, a tensor of their
-number, which is how a tracer comes to know that number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,30 +18,7 @@ from torch import Tensor
 from insum_nn.structure.cell_numbers import CellNumbers, find_numbers, starts_of_runs
 from insum_nn.structure.kernel_map.geometry import Geometry
 
-__all__ = ["GROUP_SIZE", "Groups", "groups_in_graph", "landings", "map_in_graph", "places_of"]
-
-GROUP_SIZE = 128
-"""Slots of a group."""
-
-
-class Groups(NamedTuple):
-    """Pairs in groups.
-
-    Attributes:
-        offset: `Off`, (g,) int32, ascending; in graphs g = min(p, p // 128 + o), of which the last may have no pair.
-        in_index: `InIdx`, (g, q) int32; -1 in unused slots.
-        out_index: `OutIdx`, the same of outputs.
-        filled: (o,) int64: pairs of each offset.
-        slots: (p,) int64: where each pair stands.
-        counts: `filled` as numbers, where they were read.
-    """
-
-    offset: Tensor
-    in_index: Tensor
-    out_index: Tensor
-    filled: Tensor
-    slots: Tensor
-    counts: tuple[int, ...] | None = None
+__all__ = ["landings", "map_in_graph"]
 
 
 def map_in_graph(
@@ -145,36 +118,3 @@ def landings(
 
 def _every_cell(geometry: Geometry, like: Tensor) -> Tensor:
     return torch.arange(geometry.volume, device=like.device)[:, None]
-
-
-def groups_in_graph(
-    near: Tensor, count: int | None = None, plan: Callable[[Tensor], tuple[int, int]] | None = None
-) -> Groups:
-    """Return the pairs of a table (o, m) of the input row that each output meets at each offset, or -1, in groups.
-
-    Args:
-        near: the table, outputs by row.
-        count: its pairs; default: the device is read.
-        plan: given the pairs of each offset, tells slots of a group and how many groups there are; default: as in
-            graphs, which cannot read them.
-    """
-    volume, device = near.shape[0], near.device
-    offset, output = places_of(near >= 0, count).T.contiguous().unbind(0)
-    pairs = offset.shape[0]
-    starts = torch.searchsorted(offset, torch.arange(volume + 1, device=device))
-    filled = starts[1:] - starts[:-1]
-    # At each offset at most one group is not full, and none is empty: without rows to point at there is no group.
-    most: Any = torch.sym_min(pairs, pairs // GROUP_SIZE + volume) if plan is None else 0
-    size, number = (GROUP_SIZE, most) if plan is None else plan(filled)
-    own = (filled + (size - 1)).div(size, rounding_mode="floor")
-    ends = own.cumsum(0)
-    slots = torch.arange(pairs, device=device) + ((ends - own) * size - starts[:-1])[offset]
-    groups = torch.searchsorted(ends, torch.arange(number, device=device), right=True).clamp(max=volume - 1)
-    empty = torch.full((number * size,), -1, dtype=torch.int32, device=device)
-    tables = [empty.scatter(0, slots, rows.int()).view(number, size) for rows in (near[offset, output], output)]
-    return Groups(groups.int(), tables[0], tables[1], filled, slots)
-
-
-def places_of(present: Tensor, count: int | None) -> Tensor:
-    """Return the positions of true elements, (count, dimensions); reads the device where the count is unknown."""
-    return present.nonzero_static(size=count) if count else present.nonzero()

@@ -12,7 +12,7 @@ from insum_nn.structure import cell_numbers, coordinates
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, KernelMap, build, search
 from insum_nn.structure.kernel_map.build import build_kernel_map
-from insum_nn.structure.kernel_map.traced import groups_in_graph
+from insum_nn.structure.kernel_map.tables import groups_in_graph
 from tests.ops.conv_oracle import geometry, random_sites, reached
 from tests.structure.kernel_map.map_cases import by_outputs
 

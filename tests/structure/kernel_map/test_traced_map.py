@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from insum_nn.structure.cell_numbers import assert_distinct
 from insum_nn.structure.coordinates import Coordinates
 from insum_nn.structure.kernel_map import Geometry, build_kernel_map, output_shape
-from insum_nn.structure.kernel_map.tables import neighbour_rows
-from insum_nn.structure.kernel_map.traced import GROUP_SIZE, groups_in_graph, map_in_graph
+from insum_nn.structure.kernel_map.tables import GROUP_SIZE, groups_in_graph, neighbour_rows
+from insum_nn.structure.kernel_map.traced import map_in_graph
 
 GEOMETRIES = {
     "submanifold": Geometry("subm", (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (0, 0, 0)),
