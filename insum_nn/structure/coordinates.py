@@ -352,22 +352,14 @@ def check_indices(indices: Tensor, spatial_shape: Sequence[int], rows: int | Non
 
 def _check_static(indices: Tensor, spatial_shape: tuple[int, ...], batch_size: int) -> None:
     check_indices(indices, spatial_shape)
+    faults = Faults()
     if not spatial_shape or min(spatial_shape) < 1 or max(spatial_shape) > MAX_EXTENT:
-        raise InsumShapeError(
-            f"'spatial_shape' is {spatial_shape}",
-            details=[f"expected one extent or more, each from 1 to {MAX_EXTENT}"],
-            fix="give the size of the grid along each axis.",
-            field="spatial_shape",
-            got=spatial_shape,
-        )
+        details, fix = [f"expected one extent or more, each from 1 to {MAX_EXTENT}"], "give the size of the grid."
+        faults.add(InsumShapeError, "spatial_shape", f"is {spatial_shape}", details=details, fix=fix, got=spatial_shape)
     if batch_size < 1:
-        raise InsumShapeError(
-            f"'batch_size' is {batch_size}",
-            details=["expected at least 1; an empty batch has rows (0, ..) only"],
-            fix="pass the number of clouds in the batch.",
-            field="batch_size",
-            got=batch_size,
-        )
+        details, fix = ["expected at least 1; an empty batch has rows (0, ..) only"], "pass the number of clouds."
+        faults.add(InsumShapeError, "batch_size", f"is {batch_size}", details=details, fix=fix, got=batch_size)
+    faults.raise_all()
 
 
 def _outside(sites: Coordinates) -> InsumRangeError:

@@ -47,10 +47,17 @@ class _Attention(MessageLayer):
         rows = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
         return self.lin_edge(rows).view(-1, self.heads, self.out_channels)  # type: ignore[attr-defined, no-any-return]
 
-    def _weights(self, scores: str, values: dict[str, Tensor], edge_index: Tensor, nodes: int) -> Tensor:
+    def _scored(self, *args: Any, **kwargs: Any) -> tuple[str, dict[str, Tensor], Tensor]:
+        """Return the scores of edges as a statement, what it reads, and a tensor with a row for each receiver."""
+        raise NotImplementedError
+
+    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Return (e, heads) the weights of edges, after dropout."""
+        if self._asks(edge_index):
+            return pyg.MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
+        scores, values, own = self._scored(**kwargs)
         self._check_input(edge_index, None)
-        shapes = {name: (nodes, None) for name in "MZ"}
+        shapes = {name: (own.size(0) if size is None else size[1], None) for name in "MZ"}
         weights = run_promoted(f"{scores}\n{SOFTMAX}", values, self._ends(edge_index), self.options, shapes, FACTS)
         return functional.dropout(weights, self.dropout, self.training)  # type: ignore[attr-defined]
 
@@ -87,11 +94,7 @@ class GATConv(_Attention, pyg.conv.GATConv):
 
     _scores = "S[e,h] = leaky_relu(A[J[e],h] + B[I[e],h], slope)"
 
-    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
-        """Return the weights of edges."""
-        alpha, edge_attr = kwargs["alpha"], kwargs["edge_attr"]
-        if self._asks(edge_index):
-            return pyg.MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
+    def _scored(self, alpha: Any, edge_attr: Tensor | None, **_: Any) -> tuple[str, dict[str, Tensor], Tensor]:
         parts, values = ["A[J[e],h]"], {"A": alpha[0]}
         if alpha[1] is not None:
             parts, values = [*parts, "B[I[e],h]"], {**values, "B": alpha[1]}
@@ -99,8 +102,7 @@ class GATConv(_Attention, pyg.conv.GATConv):
             edges = (self._edge_features(edge_attr) * self.att_edge).sum(-1)
             parts, values = [*parts, "F[e,h]"], {**values, "F": edges}
         scores = f"S[e,h] = leaky_relu({' + '.join(parts)}, {float(self.negative_slope)!r})"
-        nodes = size[1] if size is not None else (alpha[0] if alpha[1] is None else alpha[1]).size(0)
-        return self._weights(scores, values, edge_index, nodes)
+        return scores, values, alpha[0] if alpha[1] is None else alpha[1]
 
 
 class GATv2Conv(_Attention, pyg.conv.GATv2Conv):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -128,16 +130,12 @@ class GATv2Conv(_Attention, pyg.conv.GATv2Conv):  # pyright: ignore[reportIncomp
 
     _scores = "S[e,h] = leaky_relu(V[J[e],h,c] + R[I[e],h,c], slope) * A[h,c]"
 
-    def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
-        """Return the weights of edges."""
-        (left, right), edge_attr = kwargs["x"], kwargs["edge_attr"]
-        if self._asks(edge_index):
-            return pyg.MessagePassing.edge_updater(self, edge_index, size=size, **kwargs)
+    def _scored(self, x: Any, edge_attr: Tensor | None, **_: Any) -> tuple[str, dict[str, Tensor], Tensor]:
+        left, right = x
         inner, values = "V[J[e],h,c] + R[I[e],h,c]", {"V": left, "R": right, "A": self.att[0]}
         if edge_attr is not None:
             inner, values = f"{inner} + F[e,h,c]", {**values, "F": self._edge_features(edge_attr)}
-        scores = f"S[e,h] = leaky_relu({inner}, {float(self.negative_slope)!r}) * A[h,c]"
-        return self._weights(scores, values, edge_index, right.size(0))
+        return f"S[e,h] = leaky_relu({inner}, {float(self.negative_slope)!r}) * A[h,c]", values, right
 
 
 class TransformerConv(_Attention, pyg.conv.TransformerConv):  # pyright: ignore[reportIncompatibleMethodOverride]

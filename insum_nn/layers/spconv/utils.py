@@ -83,22 +83,19 @@ class PointToVoxel(OfDimension):
         self.max_num_points_per_voxel = max_num_points_per_voxel
         edges = torch.tensor(list(vsize_xyz), dtype=torch.float32)
         ranges = torch.tensor(list(coors_range_xyz), dtype=torch.float32)
-        expected, features = self.NDIM or max(self.ndim, 1), num_point_features
+        owner, expected, features = type(self).__name__, self.NDIM or max(self.ndim, 1), num_point_features
         if self.ndim != expected or ranges.shape[0] != 2 * self.ndim or features < self.ndim:
             got = f"{self.ndim} voxel edges, {ranges.shape[0]} range limits, {features} features"
             details = [f"expected {self.NDIM or 'd'} edges, twice as many limits, and at least as many features"]
             fix = "give coors_range_xyz as [x_min, y_min, z_min, x_max, y_max, z_max]."
-            raise InsumShapeError(f"{type(self).__name__}: {got}", details=details, fix=fix)
+            raise InsumShapeError(f"{owner}: {got}", details=details, fix=fix)
         least, greatest = ranges[: self.ndim], ranges[self.ndim :]
         cells = ((greatest - least) / edges).round()
         limits = (max_num_voxels, max_num_points_per_voxel)
         if not ((edges > 0) & (cells >= 1)).all() or min(limits) < 0:
-            details = [
-                f"vsize_xyz {list(vsize_xyz)}, coors_range_xyz {list(coors_range_xyz)}",
-                f"max_num_voxels, max_num_points_per_voxel {limits}",
-            ]
+            details = [f"vsize_xyz {[*vsize_xyz]}, coors_range_xyz {[*coors_range_xyz]}, limits {limits}"]
             fix = "pass positive edges, ranges that hold a voxel at least, and limits of 0 or more."
-            what = f"{type(self).__name__}: the grid has no voxel along some axis, or a limit is negative"
+            what = f"{owner}: the grid has no voxel along some axis, or a limit is negative"
             raise InsumShapeError(what, details=details, fix=fix)
         self._edges, self._least, self._cells = edges, least, cells
         self.vsize: list[float] = edges.flip(0).tolist()

@@ -15,19 +15,17 @@ from insum_nn.layers.voxel.sparse_tensor import SparseConvTensor
 __all__ = ["SparseBatchNorm", "SparseReLU", "SparseSyncBatchNorm", "on_features"]
 
 
-def on_features(module: nn.Module, x: SparseConvTensor) -> SparseConvTensor:
-    """Apply a dense module to the features of a sparse tensor.
+def on_features(
+    module: nn.Module, x: SparseConvTensor, run: Callable[[Tensor], Tensor] | None = None
+) -> SparseConvTensor:
+    """Apply a dense module to the features of a sparse tensor; `run`: what it does with features, by default its call.
 
     In training a normalisation takes no statistics of a tensor without voxels; its parameters get gradients of zeros.
     Under `torch.compile` it refuses such a tensor, when the compiled code runs.
     """
-    return _on_features(module, x, module)
-
-
-def _on_features(module: nn.Module, x: SparseConvTensor, run: Callable[[Tensor], Tensor]) -> SparseConvTensor:
-    """Return the same, where `run` is what the module does with features."""
+    call = module if run is None else run
     norm = isinstance(module, _BatchNorm)
-    return x.replace_feature(_normalised(module, x.features, run) if norm else run(x.features))
+    return x.replace_feature(_normalised(module, x.features, call) if norm else call(x.features))
 
 
 def _normalised(module: _BatchNorm, features: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -68,7 +66,7 @@ class _OnFeatures(Unscriptable):
     def forward(self, input: Any) -> Any:
         """Apply the module to a tensor, or to the features of a sparse one."""
         run = cast(Any, super()).forward
-        return _on_features(cast(Any, self), input, run) if isinstance(input, SparseConvTensor) else run(input)
+        return on_features(cast(Any, self), input, run) if isinstance(input, SparseConvTensor) else run(input)
 
 
 class SparseBatchNorm(_OnFeatures, nn.BatchNorm1d):

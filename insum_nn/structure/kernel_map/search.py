@@ -83,50 +83,36 @@ def submanifold_neighbours(sites: Coordinates, geometry: Geometry) -> Neighbours
     deltas = tuple(
         sum(move * step for move, step in zip(cell, steps, strict=True)) for cell in itertools.product(*moves)
     )
-    near = _by_halves(keys, rows, deltas) if geometry.is_mirrored else _by_search(keys, rows, deltas)
-    return Neighbours(sites, near, rows)
+    return Neighbours(sites, _by_search(keys, rows, deltas, mirrored=geometry.is_mirrored), rows)
 
 
-def _search(keys: SiteKeys, deltas: tuple[int, ...], into: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the rows that stand `deltas` away from each key `into` (k, n), or -1; also their places, and which miss."""
-    known = keys.keys
-    queries = known + constant(deltas, known.device, known.dtype)[:, None]
-    # What is greater than all keys has no place among them.
-    place = torch.searchsorted(known, queries, out_int32=True).clamp_(max=known.shape[0] - 1)
-    flat = place.view(-1)
-    misses = known.index_select(0, flat).view_as(queries) != queries
-    torch.index_select(rows, 0, flat, out=into.view(-1))
-    into.masked_fill_(misses, -1)
-    return place, misses
+def _by_search(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...], *, mirrored: bool) -> Tensor:
+    """Return (k, n) the row that stands `deltas` away from each key, or -1.
 
-
-def _by_search(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
-    volume, count = len(deltas), rows.shape[0]
-    near = torch.empty(volume, count, dtype=torch.int32, device=rows.device)
-    run = max(1, _CANDIDATES // count)
-    for start in range(0, volume, run):
-        some = slice(start, start + run)
-        _search(keys, deltas[some], near[some], rows)
-    return near
-
-
-def _by_halves(keys: SiteKeys, rows: Tensor, deltas: tuple[int, ...]) -> Tensor:
-    """Return the same for a symmetric kernel: cells before the middle are searched, the others follow from them."""
-    volume, count, device = len(deltas), rows.shape[0], rows.device
-    half = volume // 2
+    Of a symmetric kernel cells before the middle are searched, the others follow from them.
+    """
+    volume, count, device, known = len(deltas), rows.shape[0], rows.device, keys.keys
+    half = volume // 2 if mirrored else volume
     # One row more takes what is not to be written; each column its own, as many writes to one cell would wait in line.
     table = torch.empty(volume + 1, count, dtype=torch.int32, device=device)
-    table[half] = rows
-    table[half + 1 :] = -1
+    table[half:] = -1
+    if mirrored:
+        table[half] = rows
     spare = torch.arange(volume * count, (volume + 1) * count, device=device)
     run = max(1, _CANDIDATES // count)
     for start in range(0, half, run):
         stop = min(start + run, half)
-        place, misses = _search(keys, deltas[start:stop], table[start:stop], rows)
-        # Cell k of the searched half and cell volume - 1 - k are mirrors.
-        first = torch.arange((volume - 1 - start) * count, (volume - 1 - stop) * count, -count, device=device)
-        cells = torch.where(misses, spare, place + first[:, None])
-        table.view(-1)[cells] = rows
+        queries = known + constant(deltas[start:stop], device, known.dtype)[:, None]
+        # What is greater than all keys has no place among them.
+        place = torch.searchsorted(known, queries, out_int32=True).clamp_(max=count - 1)
+        flat, into = place.view(-1), table[start:stop]
+        misses = known.index_select(0, flat).view_as(queries) != queries
+        torch.index_select(rows, 0, flat, out=into.view(-1))
+        into.masked_fill_(misses, -1)
+        if mirrored:
+            # Cell k of the searched half and cell volume - 1 - k are mirrors.
+            first = torch.arange((volume - 1 - start) * count, (volume - 1 - stop) * count, -count, device=device)
+            table.view(-1)[torch.where(misses, spare, place + first[:, None])] = rows
     return table[:volume]
 
 
