@@ -312,20 +312,17 @@ class BlockFormat(ThroughCOO):
         return own.row, own.col
 
     def _value_faults(self) -> list[checks.Fault]:
-        fault = self._overhang_fault()
-        return super()._value_faults() + ([fault] if fault is not None else [])
-
-    def _overhang_fault(self) -> checks.Fault | None:
-        """Return a value other than 0 in the part of an edge block that lies beyond the shape."""
+        faults = super()._value_faults()
         row = self.row if self.row.ndim == self.col.ndim else self.row[:, None].expand(self.col.shape)
         outside = _overhang(row, self.col, self.shape, self.block_shape)
         if outside is None:
-            return None
-        # A block that is not on the grid at all is the fault of its index.
+            return faults
+        # Values beyond the shape are 0. A block that is not on the grid at all is the fault of its index.
         on_grid = (row < self.grid_shape[0]) & (self.col < self.grid_shape[1])
         stray = outside & on_grid[..., None, None] & (self.values != 0)
         fix = "rebuild it with from_blocks, which cuts the edge blocks."
-        return checks.entry_fault("values", self.values, stray, f"0 beyond the edge of shape {self.shape}", fix)
+        fault = checks.entry_fault("values", self.values, stray, f"0 beyond the edge of shape {self.shape}", fix)
+        return faults if fault is None else [*faults, fault]
 
 
 def _overhang(row: Tensor, col: Tensor, shape: Sequence[int], block_shape: tuple[int, int]) -> Tensor | None:

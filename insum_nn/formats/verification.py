@@ -67,14 +67,6 @@ class _Measured(NamedTuple):
         return IndexFacts(sorted=self.ascending and not masked, masked=masked, proven=True)
 
 
-def _versioned(tensor: Tensor) -> Tensor:
-    """Return a tensor whose writes torch counts: itself, or a copy of one made in inference mode."""
-    if not tensor.is_inference():
-        return tensor
-    with torch.inference_mode(False):
-        return tensor.clone()
-
-
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Return the version of each tensor: how often torch counted a write to it."""
     return tuple([tensor._version for tensor in tensors])
@@ -314,6 +306,10 @@ class Verifiable(ABC):
 
 
 def _all_versioned(value: object) -> object:
+    """Return index tensors whose writes torch counts: themselves, or copies of those made in inference mode."""
     if isinstance(value, tuple):
-        return tuple(_all_versioned(item) for item in cast("tuple[object, ...]", value))
-    return _versioned(value) if isinstance(value, Tensor) else value
+        return tuple(map(_all_versioned, cast("tuple[object, ...]", value)))
+    if not isinstance(value, Tensor) or not value.is_inference():
+        return value
+    with torch.inference_mode(False):
+        return value.clone()
