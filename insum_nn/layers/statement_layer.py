@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -24,7 +24,7 @@ class StatementLayer:
 
     if TYPE_CHECKING:
         # TorchScript reads the annotations of the first class that has any, which are to be those of the layer's peer.
-        EXPRESSION: ClassVar[str]
+        EXPRESSION: str
 
     def _statements(self) -> Sequence[str]:
         """Return the statements that a call runs, in order."""

@@ -154,7 +154,7 @@ class RadialBasis(StatementLayer, nn.Module):
     def __init__(self, cutoff: float, count: int = 8, power: int = 6, *, options: Options = DEFAULT) -> None:
         super().__init__()
         self.cutoff, self.power, self.options = cutoff, power, options
-        self._text = _radial(cutoff, power)
+        self.EXPRESSION = _radial(cutoff, power)
         self.frequencies = nn.Parameter(torch.empty(count))
         self.reset_parameters()
 
@@ -162,9 +162,6 @@ class RadialBasis(StatementLayer, nn.Module):
     def reset_parameters(self) -> None:
         """Set the frequencies to those of the start."""
         self.frequencies.copy_(math.pi / self.cutoff * torch.arange(1, len(self.frequencies) + 1))
-
-    def _statements(self) -> tuple[str, ...]:
-        return (self._text,)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Evaluate.
@@ -175,7 +172,7 @@ class RadialBasis(StatementLayer, nn.Module):
         Returns:
             (e, count).
         """
-        return run(self._text, {}, {"F": self.frequencies, "R": distance}, self.options, None)
+        return run(self.EXPRESSION, {}, {"F": self.frequencies, "R": distance}, self.options, None)
 
 
 class RadialEmbedding(StatementLayer, nn.Module):
@@ -216,10 +213,7 @@ class RadialEmbedding(StatementLayer, nn.Module):
     def _read(self, _: object = None) -> None:
         cutoff, power = self.cutoff_fn.r_max, self.cutoff_fn.p
         if not cutoff.is_meta:
-            self._text = _radial(float(cutoff), int(power))
-
-    def _statements(self) -> tuple[str, ...]:
-        return (self._text,)
+            self.EXPRESSION = _radial(float(cutoff), int(power))
 
     def forward(
         self, edge_lengths: Tensor, node_attrs: Any, edge_index: Any, atomic_numbers: Any
@@ -229,7 +223,7 @@ class RadialEmbedding(StatementLayer, nn.Module):
         if not runs_directly(edge_lengths, 1, frequencies):
             return self._peer.forward(self, edge_lengths, node_attrs, edge_index, atomic_numbers)  # type: ignore[no-any-return]
         named = {"F": frequencies, "R": edge_lengths.squeeze(1)}
-        return run(self._text, {}, named, self.options, None), None
+        return run(self.EXPRESSION, {}, named, self.options, None), None
 
     def __prepare_scriptable__(self) -> Any:
         """Return MACE's own block, of the same buffers."""

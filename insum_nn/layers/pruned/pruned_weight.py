@@ -155,26 +155,23 @@ class PrunedWeight(StatementLayer, nn.Module):
             InsumDeviceError: on the meta device.
             InsumShapeError: neither of the grid's shape nor of the dense weight's.
         """
-        faults = Faults(caller := type(self).__name__)
+        faults = Faults(type(self).__name__)
         faults.dtype_among("mask", mask.dtype, (torch.bool,), fix="pass mask != 0.")
         if mask.is_meta:
             message = "is on the meta device, where tensors have no values"
             fix = "make the mask on another device, such as 'cpu'."
             faults.add(InsumDeviceError, "mask", message, fix=fix)
         faults.raise_all()
-        found = mask if tuple(mask.shape) == self.grid_shape else self._grid_mask(mask)
+        got = tuple(mask.shape)
+        found = mask if got == self.grid_shape else self._grid_mask(mask)
         if found is None:
-            dense = tuple(int(extent) for extent in self.dense_extents)
-            shapes = [self.grid_shape] if dense == self.grid_shape else [self.grid_shape, dense]
-            raise InsumShapeError(
-                f"{caller}: 'mask' has shape {tuple(mask.shape)}",
-                details=[f"expected {' or '.join(map(str, shapes))}"],
-                fix="pass a mask with one element per place of the grid.",
-                argument="mask",
-                expected=shapes,
-                got=tuple(mask.shape),
+            shapes = [*dict.fromkeys([self.grid_shape, tuple(map(int, self.dense_extents))])]
+            details, fix = [f"expected {' or '.join(map(str, shapes))}"], "pass one element per place of the grid."
+            faults.add(
+                InsumShapeError, "mask", f"has shape {got}", details=details, fix=fix, expected_got=(shapes, got)
             )
-        return found
+            faults.raise_all()
+        return cast(Tensor, found)
 
     def _choose_mask(self, mask: Tensor | None, density: float | None) -> Tensor:
         """Return the mask of a new layer, on the CPU whatever torch's default device: given, at random, or full."""

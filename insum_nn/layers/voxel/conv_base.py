@@ -163,7 +163,7 @@ class SparseConvolutionBase(MapLayer):
         """Make the parameters of a layer that holds them; this class holds none."""
 
     def _make_geometry(self, owner: str, anchor: IntOrInts | None) -> Geometry:
-        cells = [k // 2 for k in self.kernel_size]
+        cells = None
         if self.subm and anchor is not None:
             cells = expand_nd(owner, "anchor", self.ndim, anchor, 0)
             if any(cell >= k for cell, k in zip(cells, self.kernel_size, strict=True)):
@@ -173,16 +173,8 @@ class SparseConvolutionBase(MapLayer):
                     argument="anchor",
                     got=cells,
                 )
-        return Geometry.of(
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.output_padding,
-            subm=self.subm,
-            transposed=self.transposed,
-            anchor=cells,
-        )
+        moves = (self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
+        return Geometry.of(*moves, subm=self.subm, transposed=self.transposed, anchor=cells)
 
     @property
     def weight_layout(self) -> WeightLayout:

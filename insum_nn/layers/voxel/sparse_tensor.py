@@ -18,6 +18,10 @@ from insum_nn.structure.kernel_map import Geometry, KernelMap, build_kernel_map
 __all__ = ["CUDAKernelTimer", "SparseConvTensor", "check_same_voxels", "check_untraced", "sparse_add"]
 
 
+# What tensors keep of those that they are made from, besides their own members.
+_ANNOTATIONS = "grid voxel_num benchmark benchmark_record force_algo thrust_allocator int8_scale _timer".split()
+
+
 class CUDAKernelTimer:
     """spconv's timer of kernels, which times nothing here: `torch.profiler` does."""
 
@@ -227,17 +231,9 @@ class SparseConvTensor:
         self, features: Tensor, indices: Tensor, spatial_shape: list[int], indice_dict: dict[str, KernelMap]
     ) -> SparseConvTensor:
         result = SparseConvTensor(
-            features,
-            indices,
-            spatial_shape,
-            self.batch_size,
-            self.grid,
-            self.voxel_num,
-            indice_dict,
-            self.benchmark,
-            _rows=False,
+            features, indices, spatial_shape, self.batch_size, indice_dict=indice_dict, _rows=False
         )
-        for name in ("benchmark_record", "force_algo", "thrust_allocator", "int8_scale", "_timer"):
+        for name in _ANNOTATIONS:
             setattr(result, name, getattr(self, name))
         return result
 
