@@ -363,26 +363,23 @@ def _check_static(indices: Tensor, spatial_shape: tuple[int, ...], batch_size: i
 
 
 def _outside(sites: Coordinates) -> InsumRangeError:
+    indices = sites.indices
+    wrong = (indices < 0) | (indices >= torch.tensor(sites.extents, device=indices.device))
     details: list[str] = []
-    first: int | None = None
-    for axis, (column, extent) in enumerate(zip(sites.columns, sites.extents, strict=True)):
-        bad = ((column < 0) | (column >= extent)).nonzero().squeeze(1)
-        if bad.numel() == 0:
-            continue
-        row = int(bad[0])
-        first = row if first is None else min(first, row)
-        what = "batch entry" if axis == 0 else f"coordinate {axis - 1}"
+    for axis in wrong.any(0).nonzero().squeeze(1).tolist():
+        column, bad = indices[:, axis], wrong[:, axis].nonzero().squeeze(1)
+        row, extent, what = int(bad[0]), sites.extents[axis], f"coordinate {axis - 1}" if axis else "batch entry"
         details.append(
             f"indices[:,{axis}] ({what}): expected 0 <= value < {extent}; got minimum {int(column.min())}, "
             f"maximum {int(column.max())} ({bad.numel()} of {column.numel()} rows; "
-            f"first at row {row}: {sites.indices[row].tolist()})"
+            f"first at row {row}: {indices[row].tolist()})"
         )
     return InsumRangeError(
         "'indices' holds voxels outside the grid",
         details=[f"spatial_shape {sites.spatial_shape}, batch_size {sites.batch_size}", *details],
         fix="enlarge spatial_shape or batch_size, or drop those rows; negative coordinates do not wrap.",
         field="indices",
-        row=first,
+        row=int(wrong.any(1).nonzero()[0]),
         expected=sites.extents,
     )
 

@@ -188,11 +188,7 @@ class KernelMap:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The index tensors by their names in expressions."""
-        groups = self._groups
-        read, written = groups.in_index, groups.out_index
-        if self.inverted:
-            read, written = written, read
-        return {"Off": groups.offset, "InIdx": read, "OutIdx": written}
+        return {"Off": self.offset, "InIdx": self.in_index, "OutIdx": self.out_index}
 
     @property
     def pair_list(self) -> Mapping[str, Tensor]:
