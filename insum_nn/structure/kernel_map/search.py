@@ -67,12 +67,11 @@ def submanifold_neighbours(sites: Coordinates, geometry: Geometry) -> Neighbours
         range(-padding, extent * step - padding, step)
         for extent, step, padding in zip(geometry.kernel_size, geometry.dilation, geometry.padding, strict=True)
     ]
-    reach = max(max(abs(axis[0]), abs(axis[-1])) for axis in moves)
-    grid = sites.grid(reach)
+    grid = sites.grid(geometry.reach)
     if grid is not None:
         first = [-padding for padding in geometry.padding]
         return Neighbours(sites, grid.neighbours(first, geometry.kernel_size, geometry.dilation), None)
-    keys = sites.keys(reach)
+    keys = sites.keys(geometry.reach)
     if keys is None:
         return None
     rows = keys.order.int()
