@@ -198,7 +198,7 @@ class Convolution(MessageLayer):
     __call__: Callable[..., Tensor]
     _message: ClassVar[str] = "X[J[e],f]"
     _columns: ClassVar[str] = "f"
-    _known: ClassVar[NamedFacts] = FACTS
+    _edge_facts: ClassVar[NamedFacts] = FACTS
     _aggregations = (*_NAMES, pyg.aggr.MultiAggregation, pyg.aggr.DegreeScalerAggregation)
 
     def _statements(self) -> tuple[str, ...]:
@@ -238,7 +238,7 @@ class Convolution(MessageLayer):
         shape = (nodes, None) if rank == 2 else (nodes, None, None)
         for step, text in _texts(names, message, columns).items():
             read = {**named, "M": found["Mean"]} if step == "Var" else named
-            out = run(text, self._known, read, self.options, shape)
+            out = run(text, self._edge_facts, read, self.options, shape)
             found[step] = out / self._counts(ends, out) if step in _DIVIDED else out
         if "Std" in names:
             found["Std"] = found["Var"].clamp(min=1e-5).sqrt().masked_fill(found["Var"] <= 1e-5, 0.0)

@@ -29,7 +29,7 @@ class _Relational(Convolution):
     """A relational convolution, with its weights as a stack of matrices."""
 
     _aggregations = (pyg.aggr.SumAggregation, pyg.aggr.MeanAggregation)
-    _known = _RELATIONS
+    _edge_facts = _RELATIONS
 
     @property
     def _columns(self) -> str:  # type: ignore[override]
