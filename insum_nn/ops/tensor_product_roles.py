@@ -45,7 +45,6 @@ class Joint:
         device: of all tensors.
         dtype: of the factors.
         together: several may be one C function or kernel.
-        deterministic: a kernel of several is to give the same bits at every run.
 
     Attributes:
         roles: what it computes.
@@ -63,7 +62,6 @@ class Joint:
         dtype: torch.dtype,
         *,
         together: bool = False,
-        deterministic: bool = False,
     ) -> None:
         self.layout, self.roles, self.steps = layout, tuple(roles), steps
         self.between = sum(step.width for _, step in steps if step.role == "g")
@@ -95,8 +93,7 @@ class Joint:
         sums = [role for role, step in steps if step.role != "g" and paths_are_products(device) and is_widened(dtype)]
         self._wide = {role for role in roles if sums.count(role) > len(written[role])}
         self._together = together and len(steps) > 1 and not self._wide
-        fixed = {*slots.values()} - {*self._reads}
-        self.graph = StatementGraph(statements, deterministic=deterministic, fixed=fixed)
+        self.graph = StatementGraph(statements)
         # Those of calls, by the shapes of their operands.
         self._sizes: dict[Hashable, tuple[Sequence[Sizes], Sequence[Sizes]]] = {}
 
@@ -288,7 +285,7 @@ def joints_of(
 
     def joint(roles: Sequence[str], steps: Steps) -> Joint:
         own = [each for each in steps if each[0] in roles]
-        return Joint(layout, roles, own, device, dtype, together=True, deterministic=deterministic)
+        return Joint(layout, roles, own, device, dtype, together=True)
 
     def build() -> list[Joint]:
         single = {role: joint_of(layout, role, device, dtype) for role in requested}

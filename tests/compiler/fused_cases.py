@@ -175,9 +175,14 @@ def kernel_along(ones: Sequence[Any], walk: tuple[str, str], *, deterministic: b
     return fused_module._along(ones, walk, fused_module._plan_of(ones), GENERATED, deterministic)
 
 
+def shapes_of(ones: Sequence[One]) -> list[tuple[int, ...]]:
+    """The shapes of the outputs."""
+    return [*dict(sorted((one.number, one.extents.output) for one in ones)).values()]
+
+
 def made_by(found: Any, ones: Sequence[One], pool: Sequence[Tensor], schedule: Schedule | None = None) -> list[Tensor]:
     """All outputs by a kernel, under a schedule."""
-    extents = found.sizes_of(ones, pool)
+    extents = found.sizes(pool, shapes_of(ones))
     generated = found.generated if schedule is None else under_schedule(found.generated, schedule)
     tensors = [pool[at] for at in found.places]
     made = generated.at(tensors, extents, None)(tensors, [extents.indices], [extents.output], None)
@@ -219,10 +224,14 @@ class Together:
         if artifact is None:
             given = zip(self.programs, places, self.outputs, strict=True)
             steps = [Step.of(program.spec, own, output, n) for n, (program, own, output) in enumerate(given)]
-            fixed = [slot for (_, at), slot in slots.items() if at in range(len(named))]
-            artifact = Artifact(steps, pool, deterministic=self.deterministic, fixed=fixed)
+            artifact = Artifact(steps, pool)
             self.artifacts[kind] = artifact
-        written = artifact.run(pool, extents, [*made.values()], None)
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(self.deterministic or before)
+        try:
+            written = artifact.run(pool, extents, [*made.values()], None)
+        finally:
+            torch.use_deterministic_algorithms(before)
         self.reason = artifact.reason
         return written
 

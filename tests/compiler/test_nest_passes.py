@@ -195,7 +195,7 @@ def joint_form(
     monkeypatch.setattr(fused_cases.programs, "__defaults__", (tables, fused_cases.GENERATED))
     ones, pool = fused_cases.ones_of(roles, tensors)
     found = fused_cases.kernel_along(ones, (walk, "e"))
-    ordered, extents = [pool[at] for at in found.places], found.sizes_of(ones, pool)
+    ordered, extents = [pool[at] for at in found.places], found.sizes(pool, fused_cases.shapes_of(ones))
     programs = zip(fused_cases.programs(roles), roles, fused_cases.named(roles, tensors), strict=True)
     exact = [p.reference(tensors=t, out_shape=fused_cases.shape_of(role, 5)).double() for p, role, t in programs]
     return found.generated.form, ordered, extents, [exact[found.order.index(n)] for n in sorted(found.order)]

@@ -23,7 +23,7 @@ of entries, and by sizes as far as code differs in them. Nothing else of a call 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,7 @@ from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import Attempt, Lists, Made, Pool, Run, function_of_lines
 from insum_nn.compiler.lang.shapes import agreement_lines
 from insum_nn.compiler.runtime.arguments import kinds_of
-from insum_nn.compiler.runtime.execution import Executable, Executables, c_program, forgets_programs, generation
+from insum_nn.compiler.runtime.execution import Executable, Executables, c_program, generation
 from insum_nn.compiler.runtime.fixed_extents import limits_of_fixed
 from insum_nn.compiler.runtime.fused_kernels import Fused, One, choose
 from insum_nn.compiler.schedule.form import FormError
@@ -121,8 +121,6 @@ class Artifact:
     Args:
         steps: the statements; several are computed by one C function, or by one kernel, or not here.
         pool: tensors of a first call.
-        deterministic: a kernel of several statements is to give the same bits at every run.
-        fixed: places of static tables that are the same in every call.
 
     Attributes:
         generated: kernels are generated for all statements.
@@ -133,12 +131,9 @@ class Artifact:
             output's shape, from which it finds the sizes as `lang.shapes.agreement_of` does.
     """
 
-    def __init__(
-        self, steps: Sequence[Step], pool: Pool, *, deterministic: bool = False, fixed: Collection[int] = ()
-    ) -> None:
-        self.fixed, self.steps, self.deterministic = frozenset(fixed), steps, deterministic
+    def __init__(self, steps: Sequence[Step], pool: Pool) -> None:
+        self.steps, self.reason = steps, ""
         self.bodies: dict[object, Attempt] = {}
-        self.reason = ""
         specs = [step.spec for step in steps]
         self._kernels: dict[Hashable, Fused] = {}
         # In place of what statements write, for those that read it.
@@ -167,12 +162,6 @@ class Artifact:
                 found += ["extents = (indices,)", "shapes = (output,)"]
                 text = [head, pool_of, *found, *rest, "return None if made is None else made[0]"]
                 self.call = function_of_lines(text, {**lines.names, **read}, what)
-            forgets_programs(self)
-
-    def clear(self) -> None:
-        """Forget what runs each kind of call."""
-        self.bodies.clear()
-        self._kernels.clear()
 
     @property
     def cuttable(self) -> bool:
@@ -207,7 +196,7 @@ class Artifact:
         if len(called) == 1:
             body = self._alone(key, *called[0], initial)
         elif self.generated:
-            body = self._by_one_kernel(key, called, pool)
+            body = self._by_one_kernel(key, called, pool, shapes)
         else:
             body = self._by_one_function(key, called, pool, extents)
         # What was cleared in the meantime stays so; while a CUDA graph is captured, nothing is decided for other calls.
@@ -222,8 +211,10 @@ class Artifact:
         statement = self.steps[0].spec.statement
         with messages_name(statement):
             found = programs.of(pool, extents)
-            if self.generated and isinstance(found.run, Generated):
+            if isinstance(found.run, Generated):
                 return self._launched(key, found.run.at(pool, extents, initial), [programs])
+        if isinstance(program := found.run, CProgram):
+            return self._with_fallback(key, program.attempt, lambda: program.body, [programs])
         first, runs = _key_of(pool, extents), dict[object, Run]()
 
         def sized(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made:
@@ -239,9 +230,6 @@ class Artifact:
                 insert(runs, own, prepared, _LIMIT)
             return (prepared(pool, initial),)
 
-        # What is chosen may be another backend than before programs were forgotten.
-        if isinstance(program := found.run, CProgram) and not self.generated:
-            return self._with_fallback(key, program.attempt, lambda: program.body, [programs])
         return self._launched(key, sized, [programs]) if self.generated else sized
 
     def _launched(self, key: object, body: Attempt, programs: Sequence[Executables]) -> Attempt:
@@ -314,7 +302,7 @@ class Artifact:
             made[output] = part
         return tuple([made[output] for output in sorted(made)])
 
-    def _by_one_kernel(self, key: object, called: Sequence[Called], pool: Pool) -> Attempt:
+    def _by_one_kernel(self, key: object, called: Sequence[Called], pool: Pool, shapes: Lists) -> Attempt:
         """What runs a kind of call of several statements by one kernel, where there is one, and it is faster."""
         try:
             ones = [
@@ -322,10 +310,10 @@ class Artifact:
                 for (programs, read, sizes), (_, places, output, _, _) in zip(called, self.steps, strict=True)
             ]
             options = self.steps[0].spec.options
-            fused, self.reason = choose(ones, pool, options, self._kernels, deterministic=self.deterministic)
+            fused, self.reason = choose(ones, pool, shapes, options, self._kernels)
             if fused is None:
                 return _nothing_printed
-            return self._launched(key, fused.run(ones, pool), [programs for programs, _, _ in called])
+            return self._launched(key, fused.run(pool, shapes), [programs for programs, _, _ in called])
         except FormError as error:
             self.reason = f"one by one: {error}"
             return _nothing_printed
@@ -386,12 +374,19 @@ class _Lines:
         self.text: list[str] = []
         # Of the index tensors those whose entries are read.
         self.read: set[int] = set()
-        self.given = [n for n in range(len(pool)) if n not in artifact.fixed]
+        # Static tables that a builder passes are the same in every call.
+        fixed = {
+            at
+            for spec, places, *_ in artifact.steps
+            for at, name in zip(places, spec.layout.tensors, strict=True)
+            if spec.origin == "builder" and name in dict(spec.static)
+        }
+        self.given = [n for n in range(len(pool)) if n not in fixed]
 
     def printed(self) -> _Lines | None:
         """Print them; `None`: what is to check of such calls depends on more than the range of entries."""
         artifact, pool = self.artifact, self.pool
-        elsewhere = any(_elsewhere(step.spec) for step in artifact.steps) or pool[0].device.type not in ("cpu", "cuda")
+        elsewhere = any(_elsewhere(s.spec) for s in artifact.steps) or pool[0].device.type not in ("cpu", "cuda")
         if elsewhere or not self.given:
             return None
         self.names = {"Extents": Extents, "bodies": artifact.bodies, "completed": completed, "entries_of": entries_of}
@@ -407,7 +402,7 @@ class _Lines:
             wrong += [f"not 0 < {e} < {_MANY}" for e in extents]
             for name, at in place.items():
                 if name in tables:
-                    if at not in artifact.fixed:
+                    if at in self.given:
                         self.names[f"shape{at}"] = torch.Size(tables[name].shape)
                         wrong.append(f"t{at}.shape != shape{at}")
                 elif name in layout.index_tensors and at not in known:

@@ -148,7 +148,7 @@ class Call:
         run: RunStatement | None = apply
         record_all: RunGraph | None = None
         if is_plain_eager(*grads) and not torch._C._is_any_autocast_enabled():
-            needs = needed_gradients(ctx, 2, len(needs), graph.number, before=ctx.has_initial)
+            needs = needed_gradients(ctx, len(needs), id(graph), before=ctx.has_initial)
             run, record_all = (apply, _record_all) if torch.is_grad_enabled() else (None, None)
         found, of_initial = gradients(graph, sizes, shapes, pool, ctx.shapes, initial, needs, grads, run, record_all)
         return (of_initial if ctx.needs_input_grad[1] else None, *found)

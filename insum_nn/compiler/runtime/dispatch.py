@@ -7,10 +7,9 @@ run by what was printed for it (`Artifact`), at any sizes; what that leaves to o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -77,7 +76,6 @@ class Spec:
     epilogue: Epilogue = PLAIN
     origin: Origin = "builder"
     programs: dict[Key, Executables] = field(default_factory=dict, init=False, repr=False, compare=False)
-    calls: dict[CallKind, Artifact] = field(default_factory=dict, init=False, repr=False, compare=False)
     kinds: set[Key] = field(default_factory=set[Key], init=False, repr=False, compare=False)
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
@@ -128,6 +126,11 @@ class Spec:
     def graph(self) -> StatementGraph:
         """The statement by itself."""
         return StatementGraph([Step.of(self, range(len(self.layout.tensors)), 0, 0)], (0,))
+
+    @cached_property
+    def calls(self) -> Mapping[CallKind, Artifact]:
+        """What runs its calls, by their kind."""
+        return self.graph.artifacts
 
     @cached_property
     def declared_facts(self) -> Mapping[str, IndexFacts]:
@@ -281,8 +284,7 @@ def _looked_at(
         check_extents(spec.statement, tensors, extents, drop_outside=spec.drop_outside)
         return _without_terms(spec, tensors, initial, extents)
     if printed is None and tensors:
-        printed = Artifact([*spec.graph.steps], tensors)
-        spec.calls[(tensors[0].is_cuda, *map(dtype_of, tensors))] = printed
+        printed = spec.graph.artifact(tensors)
         made = printed.run(tensors, (extents.indices,), (extents.output,), initial)
         if made is not None:
             return made[0]
@@ -320,7 +322,6 @@ def value_dtype(spec: Spec, tensors: Sequence[Tensor], initial: Tensor | None) -
 
 # Runs one statement: its tensors, what it adds to, its sizes.
 RunStatement = Callable[[Spec, Sequence[Tensor], Tensor | None, Extents], Tensor]
-_numbers = count()
 
 
 class StatementGraph:
@@ -330,34 +331,23 @@ class StatementGraph:
         steps: the statements, in which later ones read what earlier ones wrote.
         results: the numbers of the outputs that are returned to who is given gradients of them.
         lists: how many lists of extents a call has; by default one for each step.
-        deterministic: a kernel of several statements is to give the same bits at every run.
-        fixed: places of static tables that are the same in every call.
 
     Attributes:
         alone: the only statement.
-        number: of the graph among all.
+        artifacts: what runs all at once, by the kind of its tensors.
         gradients: what its gradients are, by which of its tensors need one and which results have one; see `backward`.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        results: Sequence[int] = (),
-        *,
-        lists: int = 0,
-        deterministic: bool = False,
-        fixed: Collection[int] = (),
-    ) -> None:
-        self.steps, self.results, self.number = tuple(steps), results, next(_numbers)
+    def __init__(self, steps: Sequence[Step], results: Sequence[int] = (), *, lists: int = 0) -> None:
+        self.steps, self.results = tuple(steps), results
         self.lists = lists or len(steps)
         self.alone = steps[0].spec if len(steps) == 1 else None
         self.gradients: dict[tuple[tuple[bool, ...], tuple[bool, ...] | None], Any] = {}
-        self._deterministic, self._fixed = deterministic, fixed
         self._read = tuple(dict.fromkeys(at for step in steps for at in step.places if at >= 0))
-        self._artifacts: dict[tuple[torch.dtype, ...], Artifact] = {}
+        self.artifacts: dict[CallKind, Artifact] = {}
 
     def run(
-        self, pool: Sequence[Tensor | None], extents: Lists, shapes: Lists, run: RunStatement | None = None
+        self, pool: Sequence[Any], extents: Lists, shapes: Lists, run: RunStatement | None = None
     ) -> Sequence[Tensor]:
         """Return the outputs.
 
@@ -373,9 +363,9 @@ class StatementGraph:
             sizes.append(tuple(map(extents[step.source].__getitem__, step.indices)))
         if run is None and self.alone is not None:
             given = list(map(pool.__getitem__, self.steps[0].places))
-            return (run_plain(self.alone, given, None, Extents(sizes[0], shapes[0])),)  # type: ignore[arg-type]
+            return (run_plain(self.alone, given, None, Extents(sizes[0], shapes[0])),)
         if run is None and self._read:
-            given: list[Any] = list(map(pool.__getitem__, self._read))
+            given = list(map(pool.__getitem__, self._read))
             # Whether one kernel of several statements is faster depends on sizes: operators say where it is made.
             if given[0].is_cpu and not (artifact := self.artifact(given)).generated:
                 found = artifact.run(given, sizes, shapes, None)
@@ -395,16 +385,15 @@ class StatementGraph:
 
     def artifact(self, given: Sequence[Tensor]) -> Artifact:
         """Return what runs all at once on tensors of these dtypes, which are those that the steps read, in order."""
-        kind = tuple(map(dtype_of, given))
-        found = self._artifacts.get(kind)
+        kind = (given[0].is_cuda, *map(dtype_of, given))
+        found = self.artifacts.get(kind)
         if found is None:
             slot = {place: n for n, place in enumerate(self._read)}
             steps = [step._replace(places=tuple(slot.get(at, at) for at in step.places)) for step in self.steps]
-            order, fixed = self._deterministic, [slot[at] for at in self._fixed]
-            found = self._artifacts[kind] = Artifact(steps, given, deterministic=order, fixed=fixed)
+            found = self.artifacts[kind] = Artifact(steps, given)
             forgets_programs(self)
         return found
 
     def clear(self) -> None:
         """Forget what runs all at once, and with it which back ends there were."""
-        self._artifacts.clear()
+        self.artifacts.clear()

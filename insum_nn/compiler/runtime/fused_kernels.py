@@ -110,33 +110,27 @@ class Fused:
     rows: tuple[tuple[int, int, int], ...]
     owned: int | None
 
-    def sizes(self, pool: Pool, shapes: Lists) -> Extents | None:
-        """The sizes of the kernel's statement; `None`: an output has other rows than it is to have."""
+    def sizes(self, pool: Pool, shapes: Lists) -> Extents:
+        """The sizes of the kernel's statement in a call.
+
+        Raises:
+            FormError: an output has other rows than it is to have, or sizes do not agree.
+        """
         for number, at, axis in self.rows:
             if shapes[number][0] != pool[at].shape[axis]:
-                return None
+                raise FormError("an output does not have as many rows as what it is the gradient of")
         own = None if self.owned is None else shapes[self.owned]
         return _sizes(self.statement, self.static, self.walk, [pool[at] for at in self.places], own)
 
-    def sizes_of(self, ones: Sequence[One], pool: Sequence[Tensor]) -> Extents:
-        """The same in a call of some statements.
-
-        Raises:
-            FormError: an output has other rows than it is to have.
-        """
-        extents = self.sizes(pool, _shapes_of(ones))
-        if extents is None:
-            raise FormError("an output does not have as many rows as what it is the gradient of")
-        return extents
-
-    def run(self, ones: Sequence[One], pool: Sequence[Tensor]) -> Attempt:
+    def run(self, pool: Sequence[Tensor], shapes: Lists) -> Attempt:
         """What makes them of any call of this kind."""
         order, places = self.order, self.places
-        made_by = self.generated.at([pool[at] for at in places], self.sizes_of(ones, pool), None)
+        made_by = self.generated.at([pool[at] for at in places], self.sizes(pool, shapes), None)
 
         def run(pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None) -> Made | None:
-            found = self.sizes(pool, shapes)
-            if found is None:
+            try:
+                found = self.sizes(pool, shapes)
+            except FormError:
                 return None
             made = made_by([pool[at] for at in places], (found.indices,), (found.output,), None)
             return tuple([made[at] for at in order])
@@ -144,27 +138,22 @@ class Fused:
         return run
 
 
-def _shapes_of(ones: Sequence[One]) -> Lists:
-    """The shapes of the outputs of some statements."""
-    return [*dict(sorted((one.number, one.extents.output) for one in ones)).values()]
-
-
 def choose(
-    ones: Sequence[One], pool: Pool, options: Options, kernels: dict[Hashable, Fused], *, deterministic: bool
+    ones: Sequence[One], pool: Pool, shapes: Lists, options: Options, kernels: dict[Hashable, Fused]
 ) -> tuple[Fused | None, str]:
     """Select a kernel that computes several statements at once, or none, and say why.
 
     Args:
         ones: the statements.
         pool: the tensors of a call.
+        shapes: of its outputs.
         options: of all of them.
         kernels: those that were written before; a new one is added.
-        deterministic: every run is to give the same bits.
 
     Raises:
         FormError: there is none, or not for these tensors.
     """
-    plan = _plan_of(ones)
+    plan, deterministic = _plan_of(ones), options.deterministic or torch.are_deterministic_algorithms_enabled()
     # Equal for all calls of one kernel.
     kinds = [(one.bound, one.chosen.bound, one.extents.output[1:]) for one in ones]
     key = (*kinds, torch._C._get_float32_matmul_precision())
@@ -174,10 +163,10 @@ def choose(
         if found is None:
             found = _along(ones, walk, plan, options, deterministic)
             insert(kernels, (key, walk), found, _LIMIT)
-        found.sizes_of(ones, pool)
+        found.sizes(pool, shapes)
         return found
 
-    return _selected([partial(kernel, walk) for walk in _walks(ones, plan)], ones, pool, deterministic)
+    return _selected([partial(kernel, walk) for walk in _walks(ones, plan)], ones, pool, shapes, deterministic)
 
 
 def _those_that_fit(makes: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -279,8 +268,6 @@ def _along(ones: Sequence[One], walk: Walk, decided: _Plan, options: Options, de
                 raise FormError(f"'{name}' is not the same tensor in all of them")
     own = [one for one in ordered if one.number in owned]
     extents = _sizes(statement, static, walk, list(operands.values()), own[0].extents.output if own else None)
-    if extents is None:
-        raise FormError("their sizes do not agree")
     bound = bind(statement, operands, None, facts=facts, drop_outside=True)
     bound = replace(bound, static=tuple(sorted(static.items())))
     sizes = dict(zip(bound.layout.indices, extents.indices, strict=True))
@@ -301,22 +288,23 @@ def _along(ones: Sequence[One], walk: Walk, decided: _Plan, options: Options, de
 
 def _sizes(
     statement: Statement, static: Mapping[str, int], walk: Walk, tensors: Sequence[Tensor], owned: Sizes | None
-) -> Extents | None:
+) -> Extents:
     """The sizes of a kernel's statement, which writes what the walk's rows own, or a number for each row.
 
-    `None`: they do not agree.
-
     Raises:
-        FormError: nothing tells how many rows there are.
+        FormError: nothing tells how many rows there are, or sizes do not agree.
     """
     if owned is None:
         name, axis = read_at([statement], walk)
         owned = (tensors[layout_of(statement).tensors.index(name)].shape[axis],)
-    return agreement_of(statement)(tensors, static, owned)
+    extents = agreement_of(statement)(tensors, static, owned)
+    if extents is None:
+        raise FormError("their sizes do not agree")
+    return extents
 
 
 def _selected(
-    makes: Iterable[Callable[[], Fused]], ones: Sequence[One], pool: Sequence[Tensor], deterministic: bool
+    makes: Iterable[Callable[[], Fused]], ones: Sequence[One], pool: Pool, shapes: Lists, deterministic: bool
 ) -> tuple[Fused | None, str]:
     """Select the fastest kernel, or none where the statements are faster one by one; and say why.
 
@@ -325,7 +313,7 @@ def _selected(
     """
     fitting = _those_that_fit(makes)
     first = next(fitting)
-    generated, extents = first.generated, first.sizes_of(ones, pool)
+    generated, extents = first.generated, first.sizes(pool, shapes)
     if not worth_selecting(extents):
         # Where speed does not matter, the same bits at every run do.
         def scatters(kernel: Fused) -> bool:
@@ -346,9 +334,8 @@ def _selected(
         return place
 
     def measure(_: object) -> list[tuple[int, float]]:
-        lists = [one.extents.indices for one in ones], _shapes_of(ones)
-        given = [tensor.detach() for tensor in pool]
-        together = [partial(kernel.run(ones, given), given, *lists, None) for kernel in kernels()]
+        given, lists = [tensor.detach() for tensor in pool], [one.extents.indices for one in ones]
+        together = [partial(kernel.run(given, shapes), given, lists, shapes, None) for kernel in kernels()]
         runs = [_separately(ones), *together]
         times = [(place, time_whole(run)) for place, run in enumerate(runs, start=_ONE_BY_ONE)]
         return sorted(times, key=lambda each: each[1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
@@ -85,18 +84,14 @@ def multilinear(
         # A loop instead of `any`: no generator in every call.
         for tensor in (*operands.values(), initial):
             if tensor is not None and tensor.requires_grad:
-                names, given = tuple(requested), operands
-                if len(names) == 1 and names[0] in operands:
-                    given = dict(operands)
-                    del given[names[0]]
+                names = tuple(requested)
+                given = {name: t for name, t in operands.items() if name not in names or len(names) > 1}
                 apply = record if plain else Recorded.apply
                 made: Any = apply(_Call(sums, names, tuple(given), plain), initial, *given.values(), *sums.indices)
-                return {names[0]: made} if isinstance(made, Tensor) else dict(zip(names, made, strict=True))
-    if torch._C._is_any_autocast_enabled():
-        # Operands have their dtypes already.
-        with without_autocast(next(iter(operands.values())).device):
-            return sums.run(requested, operands, initial, plain=plain)
-    return sums.run(requested, operands, initial, plain=plain)
+                return dict(zip(names, [made] if len(names) == 1 else made, strict=True))
+    # Operands have their dtypes already.
+    with without_autocast(next(iter(operands.values())).device):
+        return sums.run(requested, operands, initial, plain=plain)
 
 
 class _Call(NamedTuple):
@@ -112,36 +107,24 @@ class _Call(NamedTuple):
         needed = ctx.needs_input_grad[2:]
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
-        if count < len(read) or count == 1:
-            saved = [t if count > own else None for t, own in zip(tensors, needed, strict=True)]
-            ctx.save_for_backward(*saved)
-        else:
-            ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*[t if count > own else None for t, own in zip(tensors, needed, strict=True)])
         ctx.set_materialize_grads(False)
         ctx.initial_shape = None if initial is None else initial.shape
-        run = partial(multilinear, sums) if torch._C._is_any_autocast_enabled() else sums.run
-        made = run(requested, dict(zip(read, tensors, strict=False)), initial, plain=plain)
+        made = multilinear(sums, requested, dict(zip(read, tensors, strict=False)), initial, plain=plain)
         return made[requested[0]] if len(requested) == 1 else tuple(map(made.__getitem__, requested))
 
     def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         (sums, made, read, _), shape = self, ctx.initial_shape
         # After the operands come the index tensors, whose versions torch has checked now.
-        operands: dict[str, Tensor] = {}
-        for name, tensor in zip(read, ctx.saved_tensors, strict=False):
-            if tensor is not None:
-                operands[name] = tensor
+        operands = {name: t for name, t in zip(read, ctx.saved_tensors, strict=False) if t is not None}
         total: dict[str, Tensor] = {}
         where = (sums.kind, made, read)
-        needed = list(compress(read, needed_gradients(ctx, 2, len(read), where, before=shape is not None)))
-        given: dict[str, Tensor] = {}
-        for left, grad in zip(made, grads, strict=True):
-            if grad is not None:
-                given[left] = grad
+        needed = list(compress(read, needed_gradients(ctx, len(read), where, before=shape is not None)))
+        given = {left: grad for left, grad in zip(made, grads, strict=True) if grad is not None}
         plain = self.plain and is_plain_eager(*given.values())
         recorded = torch.is_grad_enabled()
         if len(given) > 1 and plain and not recorded:
-            with without_autocast(next(iter(given.values())).device):
-                total = sums.totals(given, needed, operands)
+            total = sums.totals(given, needed, operands)
             needed = [name for name in needed if name not in total]
         for left, grad in given.items():
             requested = [name for name in needed if name != left] if left in needed else needed

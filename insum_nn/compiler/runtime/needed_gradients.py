@@ -32,7 +32,7 @@ def keep_inner(*leaves: Tensor) -> None:
         setattr(leaf, _INNER, True)
 
 
-def needed_gradients(ctx: Any, first: int, operands: int, where: Hashable, *, before: int = 0) -> list[bool]:
+def needed_gradients(ctx: Any, operands: int, where: Hashable, *, before: int = 0) -> list[bool]:
     """Tell which gradients of a function's tensors the current backward pass needs, out of those that they may have.
 
     `torch.autograd.grad(energy, positions)` needs none of the weights, though `ctx.needs_input_grad` says that they
@@ -41,10 +41,9 @@ def needed_gradients(ctx: Any, first: int, operands: int, where: Hashable, *, be
 
     Args:
         ctx: of a `torch.autograd.Function`, in its backward.
-        first: how many other arguments come first.
-        operands: how many tensors come next.
+        operands: how many tensors it has.
         where: the function's kind, the same in every pass.
-        before: how many of the first arguments are tensors.
+        before: how many other tensors are arguments before these.
     """
     recorded = torch.is_grad_enabled()
     # What is recorded must not depend on the passes before.
