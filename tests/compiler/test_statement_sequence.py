@@ -294,7 +294,8 @@ def sequence(
     bound = bind(parsed, tensors, None, facts=facts)
     program = insum_nn.compile(statement)
     ordered, _, extents = program._checked(tensors, None, shapes["out"])  # type: ignore[arg-type]
-    return _sequences(bound, options).parts(ordered, extents, int)
+    tree, sizes = _sequences(bound, options).decided(ordered, extents)
+    return () if tree.cut is None else tree.parts(bound, sizes)
 
 
 _sequences = lru_cache(Executables)
@@ -457,7 +458,7 @@ def test_one_decision_for_all_sizes_nearby(monkeypatch: pytest.MonkeyPatch):
         return best(*about, **more)
 
     monkeypatch.setattr(statement_cuts, "_best", counted)
-    first = chain_of(60, 60, 90_000, 9_000)
+    first = chain_of(60, 63, 90_000, 9_000)
     made = len(decided)
     assert made
     assert chain_of(50, 61, 70_000, 9_100) == first

@@ -293,16 +293,6 @@ class Executables:
             if name not in within and (len(axes) == 1 or (sums and not axes))
         ]
 
-    def parts(self, tensors: Sequence[Tensor], extents: Extents, hint: Callable[[int], int]) -> tuple[Part, ...]:
-        """Return the statements that it is cut into, if it is; `hint` is the number by which to choose for a size."""
-        sizes = sizes_of(self.bound, tensors, extents)
-        indices = {name: hint(size) for name, size in sizes.indices.items()}
-        shapes = {name: tuple(map(hint, shape)) for name, shape in sizes.shapes.items()}
-        tree = self._tree(
-            replace(sizes, indices=indices, shapes=shapes, output=tuple(map(hint, extents.output))), tensors
-        )
-        return () if tree.cut is None else tree.parts(self.bound, sizes, self.static)
-
     def in_c(
         self, tree: Tree, sizes: Sizes, number: int, places: Sequence[int], output: int, made: int
     ) -> tuple[CPart, ...] | None:
@@ -347,28 +337,26 @@ class Executables:
         own = tuple([(number, at) for at in range(len(extents))])
         return CPart(replace(self._known, static=static), self.tables, tuple(places), output, own)
 
-    def decided(self, tensors: Sequence[Tensor], extents: Extents) -> tuple[Tree, Sizes]:
-        """What is decided for a call, and its sizes."""
+    def decided(
+        self, tensors: Sequence[Tensor], extents: Extents, hint: Callable[[int], int] = int
+    ) -> tuple[Tree, Sizes]:
+        """What is decided for a call, and its sizes; `hint` is the number by which to choose for a size."""
         sizes = sizes_of(self.bound, tensors, extents)
-        return self._tree(sizes, tensors), sizes
-
-    def _tree(self, sizes: Sizes, tensors: Sequence[Tensor]) -> Tree:
-        """What is decided at these sizes."""
         if not (self.static or self.cuttable):
-            return WHOLE
-        every = [*sizes.indices.values(), *sizes.output, *chain.from_iterable(sizes.shapes.values())]
-        if 0 in every:
-            return WHOLE
-        # Programs are forgotten together, so that a test or a user who clears the cache sees all of it made again.
-        bucket = (generation(), *[(size * size).bit_length() for size in every])
+            return WHOLE, sizes
+        hinted = sizes.by(hint)
+        every = [*hinted.indices.values(), *hinted.output, *chain.from_iterable(hinted.shapes.values())]
+        # Some cuts need axes of one extent. Programs are forgotten together, so that a test or a user who clears the
+        # cache sees all of it made again.
+        bucket = (generation(), *[(size * size).bit_length() for size in every], *map(every.index, every))
         # Tables are cut for the sizes of a call.
         tree = None if self.static else self._trees.get(bucket)
-        if tree is None or not tree.holds(self.bound, sizes):
-            tree = decide(self.bound, self.options, self.static, sizes, tensors)
+        if tree is None:
+            tree = WHOLE if 0 in every else decide(self.bound, self.options, self.static, hinted, tensors)
             if tree is None:
-                return WHOLE
+                return WHOLE, sizes
             insert(self._trees, bucket, tree, _LIMIT)
-        return tree
+        return tree, sizes
 
     def whole(self, extents: Extents) -> Executable:
         """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
@@ -493,12 +481,11 @@ def _build(bound: Bound, extents: Extents, options: Options, reason: str) -> Exe
 
 def _one_by_one(program: Executable, tensors: Sequence[Tensor], initial: Tensor | None) -> Run:
     """Return what runs the parts of a statement on tensors of these shapes, one after the other."""
-    names, validate = program.bound.layout.tensors, program.options.validate
-    tables = _tables_of(program)
+    names, tables = program.bound.layout.tensors, _tables_of(program)
     runs = [(part, _shared(program, part, run)) for part, _, _, run in stages(program, tensors, initial)]
 
     def run(tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
-        return run_parts(runs, {**dict(zip(names, tensors, strict=True)), **tables}, initial, validate=validate)
+        return run_parts(runs, {**dict(zip(names, tensors, strict=True)), **tables}, initial)
 
     return run
 
@@ -560,12 +547,7 @@ def _shared(program: Executable, part: Part, run: Run) -> Run:
 
 
 def run_parts(
-    runs: Iterable[tuple[Part, Run]],
-    named: dict[str, Tensor],
-    initial: Tensor | None,
-    *,
-    validate: bool = False,
-    traced: bool = False,
+    runs: Iterable[tuple[Part, Run]], named: dict[str, Tensor], initial: Tensor | None, *, traced: bool = False
 ) -> Tensor:
     """Compute the parts of a statement, one after the other.
 
@@ -573,12 +555,11 @@ def run_parts(
         runs: each part, and what runs it on its tensors and an initial value.
         named: the tensors of the whole and the tables of its parts, by name; what parts make is added.
         initial: the initial value of the whole.
-        validate: index tensors may have been written to without a new version.
         traced: torch records what is computed.
     """
 
     def unread(cells: UnreadCells) -> Tensor | None:
-        return cells.unread(named, result.device) if traced else cells.kept(named, validate=validate)
+        return cells.unread(named, result.device) if traced else cells.kept(named)
 
     result = next(iter(named.values()))
     for part, run in runs:

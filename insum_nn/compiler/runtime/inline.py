@@ -78,9 +78,8 @@ def inline(
     # Of what the caller says of the others the graph checks one thing.
     facts |= {name: IndexFacts(masked=declared[name].masked) for name in checked if name in declared}
     bound = bind(statement, named, initial, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
-    parts = Executables(bound, spec.options, spec.static).parts(tensors, extents, _hint)
-    if not parts:
-        return _run(bound, tensors, initial, extents, spec.options, spec.static, row_begins)
+    tree, sizes = Executables(bound, spec.options, spec.static).decided(tensors, extents, _hint)
+    parts = tree.parts(bound, sizes, spec.static)
     pool = dict(named)
     for name, table in chain.from_iterable(part.static for part in parts):
         if name not in pool:
@@ -88,7 +87,8 @@ def inline(
 
     def run(part: Part, tensors: Sequence[Tensor], initial: Tensor | None) -> Tensor:
         own = replace(part.bound, has_initial=initial is not None)
-        return _run(own, tensors, initial, part.extents, spec.options, part.static)
+        begins = row_begins if len(parts) == 1 else None
+        return _run(own, tensors, initial, part.extents, spec.options, part.static, begins)
 
     return run_parts([(part, partial(run, part)) for part in parts], pool, initial, traced=True)
 

@@ -62,19 +62,14 @@ class UnreadCells:
         numbers = cell_numbers(place.access, place.axes, own, named, self.sizes, shape)
         return numbers.reshape([self.sizes[label] if label in own else 1 for label in self.labels])
 
-    def kept(self, named: Mapping[str, Tensor], *, validate: bool) -> Tensor | None:
-        """`unread`, found once for the same index tensors; `None`: there are no such cells.
-
-        Args:
-            named: the tensors of a call.
-            validate: index tensors may have been written to without a new version.
-        """
+    def kept(self, named: Mapping[str, Tensor]) -> Tensor | None:
+        """`unread` of the tensors of a call, found once for the same index tensors; `None`: there are no such cells."""
         indexed, first = [named[name] for name in self._indexed], next(iter(named.values()))
-        found = None if validate else _found.find(indexed, self)
+        found = _found.find(indexed, self)
         if found is not None:
             return found[0]
         with torch.inference_mode(False), torch.no_grad():
             unread = self.unread(named, first.device)
-        if validate or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if first.is_cuda and torch.cuda.is_current_stream_capturing():
             return unread
         return _found.keep(indexed, self, (unread if bool(unread.any()) else None,))[0]

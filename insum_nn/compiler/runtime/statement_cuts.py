@@ -55,16 +55,6 @@ class Tree(NamedTuple):
         """The statements that it makes of one, in their order."""
         return tuple(_parts(Part(bound, sizes, "", static), self))
 
-    def holds(self, bound: Bound, sizes: Sizes) -> bool:
-        """Whether what was decided at other sizes is right at these."""
-        if self.cut is None:
-            return True
-        # A cut that does not fit has no parts.
-        return _fits(self.cut, bound, sizes) and all(
-            inner is not None and inner.holds(part.bound, part.sizes)
-            for part, inner in zip(_both(self.cut, bound, sizes), (self.first, self.second), strict=True)
-        )
-
 
 WHOLE = Tree()
 
