@@ -18,7 +18,7 @@ from insum_nn.compiler.lang.parser import check_text
 from insum_nn.compiler.lang.programs import is_program
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds
-from insum_nn.compiler.runtime.artifact import Artifact, Step
+from insum_nn.compiler.runtime.artifact import Step
 from insum_nn.compiler.runtime.dispatch import StatementGraph
 from insum_nn.compiler.runtime.inline import inline_by_rows
 from insum_nn.compiler.runtime.modes import (
@@ -49,7 +49,7 @@ from insum_nn.compiler.runtime.statement_choice import (
     paths_are_products,
     pays_between,
 )
-from insum_nn.compiler.runtime.traced import call_traced, options_text
+from insum_nn.compiler.runtime.traced import call_operator, call_traced, option_values, options_text, spec_text
 from insum_nn.compiler.runtime.watch import statement_calls, watched
 from insum_nn.errors import InsumDtypeError, InsumFormatError, plural
 from insum_nn.facts import IndexFacts, NamedFacts, StaticTable
@@ -58,11 +58,9 @@ __all__ = [
     "LONG_SUM",
     "MOST_CELLS",
     "MOST_TERMS",
-    "Artifact",
     "Explanation",
     "Program",
     "StatementGraph",
-    "StatementsProgram",
     "Step",
     "Sums",
     "built_program",
@@ -285,18 +283,8 @@ def insum(
         if out is not None:
             check_unrecorded(expression, out, merged)
             out_shape = out.shape if out_shape is None else out_shape
-        result = call_traced(
-            expression,
-            merged,
-            facts={},
-            options=chosen,
-            sizes=sizes,
-            out_shape=out_shape,
-            activation=activation,
-            out_dtype=out_dtype,
-            validate=validate,
-            drop_outside=drop_outside,
-        )
+        text = spec_text(expression, option_values(chosen), (), activation, out_dtype, validate, drop_outside)
+        result = call_operator(text, merged, sizes or {}, {} if out_shape is None else {"": out_shape})[0]
         return result if out is None else write_out(expression, out, result)
     check_kinds(sizes=sizes, out_shape=out_shape, tensors=tensors, options=options)
     check_kinds(activation=activation, out_dtype=out_dtype)

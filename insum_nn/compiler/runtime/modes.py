@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -230,22 +230,14 @@ def to_autocast(value: object) -> object:
     return value if value.dtype is dtype else value.to(dtype)
 
 
-class _Suspended:
-    """Autocast off for one kind of device: `torch.autocast(device, enabled=False)` at a tenth of its time."""
-
-    __slots__ = ("device",)
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        torch.set_autocast_enabled(self.device, False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled(self.device, True)
-
-
-_SUSPENDED = {device: _Suspended(device) for device in _DEVICES}
+@contextmanager
+def _suspended(device: str) -> Generator[None]:
+    """Autocast off for one kind of device: `torch.autocast(device, enabled=False)` in a part of its time."""
+    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, True)
 
 
 _NOTHING = nullcontext()
@@ -256,4 +248,4 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch._C._is_any_autocast_enabled() or not under_autocast(device):
         return _NOTHING
     # Compilers know the long way.
-    return torch.autocast(device.type, enabled=False) if torch.compiler.is_compiling() else _SUSPENDED[device.type]
+    return torch.autocast(device.type, enabled=False) if torch.compiler.is_compiling() else _suspended(device.type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ from insum_nn.compiler.runtime.execution import in_names_of
 from insum_nn.compiler.runtime.modes import PLAIN_TYPES, followed_by, is_plain, to_autocast, under_autocast
 from insum_nn.compiler.runtime.out_argument import check_out, check_unrecorded, shape_for, write_out
 from insum_nn.compiler.runtime.recorded import record
-from insum_nn.compiler.runtime.traced import call_operator, constant, option_values, options_of
+from insum_nn.compiler.runtime.traced import call_operator, option_values, spec_text
 from insum_nn.compiler.runtime.watch import StatementCall, statement_calls, watched
 from insum_nn.dtypes import is_widened
 from insum_nn.errors import InsumDtypeError, InsumFormatError, InsumShapeError, plural
@@ -260,7 +260,10 @@ class Program:
             ordered.append(tensor)  # type: ignore[arg-type]
         return ordered, ordered.pop() if starts else None
 
-    def _arrange(self, named: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
+    def _checked(
+        self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None
+    ) -> tuple[list[Tensor], Tensor | None, Extents]:
+        """The tensors of any call, an initial value in the output's shape, and the sizes."""
         statement = self.statement
         named = {n: t for n, t in named.items() if t is not None}  # pyright: ignore[reportUnnecessaryComparison]
         initial = named.get(statement.output.name)
@@ -271,13 +274,6 @@ class Program:
             initial = named.get(statement.output.name)
         ordered = [named[name] for name in self.names]
         self.spec.check_kinds(ordered, initial)
-        return ordered, initial
-
-    def _checked(
-        self, named: Mapping[str, Tensor], sizes: Mapping[str, int] | None, out_shape: Shape | None
-    ) -> tuple[list[Tensor], Tensor | None, Extents]:
-        """The tensors of any call, an initial value in the output's shape, and the sizes."""
-        ordered, initial = self._arrange(named)
         merged = {**self.sizes, **sizes} if sizes else self.sizes
         shape = out_shape if out_shape is not None else self._out_shape
         extents = resolve_extents(self.statement, ordered, initial, merged, shape)
@@ -321,13 +317,11 @@ class Program:
         return cast(Program, several)
 
     @staticmethod
-    def _of(
-        spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None = None, sized: Collection[str] = ()
-    ) -> Program:
-        """A program from its parts; indices in `sized` get their extent from the call, as all of a derivative may."""
+    def _of(spec: Spec, sizes: Mapping[str, int], out_shape: Shape | None = None) -> Program:
+        """A program from its parts; all indices of a derivative may get their extent from the call."""
         program = Program.__new__(Program)
         statement = parse_cached(spec.expression)
-        check_statement(statement, statement.indices() if spec.drop_outside else {*sizes, *sized})
+        check_statement(statement, statement.indices() if spec.drop_outside else sizes)
         program._set(spec, sizes, out_shape)
         return program
 
@@ -623,7 +617,7 @@ def run_statements(
     Facts are about index tensors, which no graph reads.
     """
     if torch.compiler.is_dynamo_compiling():
-        text = _traced_text(expression, option_values(options))
+        text = spec_text(f"{expression};", option_values(options))
         made = call_operator(text, named, sizes or {}, out_shape)
         return tuple(made) if len(made) > 1 else made[0]
     return _remembered(expression, options, facts)(tensors=named, sizes=sizes, out_shape=out_shape)
@@ -632,11 +626,6 @@ def run_statements(
 @lru_cache(maxsize=256)
 def _remembered(expression: str, options: Options, facts: NamedFacts = NO_FACTS) -> StatementsProgram:
     return StatementsProgram(expression, facts=facts, options=options)
-
-
-@constant
-def _traced_text(expression: str, options: Sequence[Any]) -> str:
-    return _remembered(expression, options_of(options))._text
 
 
 def _of_text(text: str, sizes: Mapping[str, int], out_shape: Shapes) -> StatementsProgram:
@@ -747,8 +736,6 @@ torch.library.impl("insum_nn::call_traced", "CompositeImplicitAutograd", _call_t
 
 @lru_cache(maxsize=1024)
 def _program_of(text: str, sized: frozenset[str]) -> Program | StatementsProgram:
-    spec = Spec.from_json(text)
-    if is_program(spec.expression):
-        # Their extents come with each call.
-        return _of_text(text, dict.fromkeys(sized, 0), NO_SHAPES)
-    return Program._of(spec, {}, sized=sized)
+    # Their extents come with each call.
+    spec, sizes = Spec.from_json(text), dict.fromkeys(sized, 0)
+    return _of_text(text, sizes, NO_SHAPES) if is_program(spec.expression) else Program._of(spec, sizes)

@@ -15,14 +15,14 @@ from insum_nn.compiler.options import Options
 from insum_nn.compiler.runtime.dispatch import Spec
 from insum_nn.facts import IndexFacts
 
-__all__ = ["call_operator", "call_traced", "constant", "option_values", "options_of", "options_text"]
+__all__ = ["call_operator", "call_traced", "option_values", "options_text", "spec_text"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _OPTION_NAMES = tuple(field.name for field in fields(Options))
 
 
-def constant(function: Callable[P, R]) -> Callable[P, R]:
+def _constant(function: Callable[P, R]) -> Callable[P, R]:
     """Have Dynamo call a function while it traces, and keep the result.
 
     As `torch.compiler.assume_constant_result`, which imports all of Dynamo: that takes longer than torch itself.
@@ -58,7 +58,7 @@ def call_operator(
     return torch.ops.insum_nn.call(text, call, list(named.values()), extents)  # type: ignore[no-any-return]
 
 
-@constant
+@_constant
 def _call_text(names: Sequence[str], sized: Sequence[str], known: Sequence[Any]) -> str:
     return json.dumps([names, sized, known])
 
@@ -69,18 +69,12 @@ def call_traced(
     *,
     facts: Mapping[str, IndexFacts],
     options: Options,
-    sizes: Mapping[str, int] | None = None,
-    out_shape: Sequence[int | None] | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    validate: bool = False,
-    drop_outside: bool = False,
+    out_shape: Sequence[int | None] | None,
 ) -> Tensor:
-    """Run a statement while Dynamo traces: as `insum_nn.insum`, with facts of index tensors."""
+    """Run a statement while Dynamo traces, with facts of index tensors."""
     claims = [(name, f.sorted, f.unique, f.masked, f.proven, f.unique_with) for name, f in facts.items()]
-    values = option_values(options)
-    text = _spec_text(expression, claims, values, activation, out_dtype, validate, drop_outside)
-    return call_operator(text, named, sizes or {}, {} if out_shape is None else {"": out_shape})[0]
+    text = spec_text(expression, option_values(options), claims)
+    return call_operator(text, named, {}, {} if out_shape is None else {"": out_shape})[0]
 
 
 def options_text(options: Options) -> str:
@@ -89,32 +83,32 @@ def options_text(options: Options) -> str:
 
 
 def option_values(options: Options) -> list[Any]:
-    """Options as constants, which a function takes that Dynamo calls; `options_of` makes options of them again."""
+    """Options as constants, which a function takes that Dynamo calls; `_options_of` makes options of them again."""
     return [getattr(options, name) for name in _OPTION_NAMES]
 
 
-def options_of(values: Sequence[Any]) -> Options:
+def _options_of(values: Sequence[Any]) -> Options:
     """Options of their `option_values`."""
     return Options(**dict(zip(_OPTION_NAMES, values, strict=True)))
 
 
-@constant
+@_constant
 def _options_text(values: Sequence[Any]) -> str:
-    return options_of(values).to_json()
+    return _options_of(values).to_json()
 
 
-@constant
-def _spec_text(
+@_constant
+def spec_text(
     expression: str,
-    claims: Sequence[tuple[Any, ...]],
     values: Sequence[Any],
-    activation: str | None,
-    out_dtype: torch.dtype | None,
-    validate: bool,
-    drop_outside: bool,
+    claims: Sequence[tuple[Any, ...]] = (),
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    validate: bool = False,
+    drop_outside: bool = False,
 ) -> str:
     """The program as text, from plain constants: Dynamo calls it while it traces, and keeps the result."""
-    options = options_of(values)
+    options = _options_of(values)
     # Versions are unknown while tracing: the call reads the tensors once when it runs.
     facts = tuple((name, IndexFacts(*claim)) for name, *claim in sorted(claims, key=lambda claim: claim[0]))
     options = replace(options, validate=options.validate or validate)
