@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -178,22 +178,8 @@ def _one_statement_only(
             )
 
 
-def compile_built(
-    expression: str,
-    *,
-    sizes: Mapping[str, int] | None = None,
-    facts: Mapping[str, IndexFacts] | None = None,
-    static: Mapping[str, Tensor | StaticTable] | None = None,
-    options: Options = DEFAULT,
-) -> Program:
-    """`compile` for index tensors that a builder has made: its facts are believed until a tensor is written to.
-
-    >>> facts = {"Row": IndexFacts(sorted=True, masked=False, proven=True)}
-    >>> program = compile_built("y[Row[p]] += Val[p]", facts=facts)
-    >>> program(Row=torch.tensor([0, 2]), Val=torch.ones(2), out_shape=(3,)).tolist()
-    [1.0, 0.0, 1.0]
-    """
-    return Program(expression, sizes=sizes, facts=facts, static=static, options=options, origin="builder")
+compile_built = partial(Program, origin="builder")
+"""`compile` for index tensors that a builder has made: its facts are believed until a tensor is written to."""
 
 
 @lru_cache(maxsize=2048)
@@ -305,7 +291,5 @@ def _cached_program(
     drop_outside: bool,
 ) -> Program:
     given: dict[str, Any] = {"activation": activation, "out_dtype": out_dtype, "drop_outside": drop_outside}
-    program = Program(expression, sizes=dict.fromkeys(sized, 0), options=options, **given)
     # Their extents come with each call.
-    program.sizes = {}
-    return program
+    return Program(expression, sizes=dict.fromkeys(sized, 0), options=options, **given)

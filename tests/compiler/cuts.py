@@ -15,7 +15,7 @@ from insum_nn import Options
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.passes.cut_products import cuts_of
 from insum_nn.compiler.runtime import statement_cuts
-from insum_nn.compiler.schedule.product_cost import Cost, Sizes
+from insum_nn.compiler.schedule.product_cost import Cost
 
 __all__ = ["STATEMENTS", "cut_at_random", "drawn"]
 
@@ -73,21 +73,20 @@ def cut_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[Bound]:
     found: list[Bound] = []
 
     def best(
-        bound: Bound, sizes: Sizes, taken: frozenset[str], depth: int, options: Options, room: float
+        whole: statement_cuts.Part, taken: frozenset[str], depth: int, options: Options, room: float
     ) -> tuple[statement_cuts.Tree, Cost]:
-        whole = statement_cuts._price(bound, sizes, options)
-        cuts = [cut for cut in cuts_of(bound, taken) if statement_cuts._fits(cut, bound, sizes)]
-        random.Random(f"{bound.statement} {seed}").shuffle(cuts)
+        cuts = [cut for cut in cuts_of(whole.bound, taken) if statement_cuts.fits(cut, whole)]
+        random.Random(f"{whole.bound.statement} {seed}").shuffle(cuts)
         for cut in cuts if depth else []:
-            first, second = statement_cuts._both(cut, bound, sizes)
+            first, second = statement_cuts.both_of(cut, whole)
             if math.prod(first.sizes.output) > 2**20:
                 continue
-            found.append(bound)
+            found.append(whole.bound)
             names = taken | {cut.intermediate, *(clear.name for clear in cut.clears)}
-            one, before = best(first.bound, first.sizes, names, depth - 1, options, room)
-            other, after = best(second.bound, second.sizes, names, depth - 1, options, room)
-            return statement_cuts.Tree(cut, one, other), before + after
-        return statement_cuts.WHOLE, whole
+            one, before = best(first, names, depth - 1, options, room)
+            other, after = best(second, names, depth - 1, options, room)
+            return statement_cuts.Tree(cut, (one, other)), before + after
+        return statement_cuts.WHOLE, statement_cuts.price_of(whole, options)
 
     monkeypatch.setattr(statement_cuts, "_best", best)
     insum_nn.clear_cache()

@@ -12,7 +12,7 @@ from insum_nn.compiler.lang.bind import Bound, Extents, bind
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.passes.cut_products import Cut, cuts_of
-from insum_nn.compiler.runtime.statement_cuts import _both, _fits
+from insum_nn.compiler.runtime.statement_cuts import Part, both_of, fits
 from insum_nn.compiler.schedule.product_cost import Sizes
 from tests.compiler.cuts import CHAIN, RGCN, STATEMENTS, drawn, out_shape
 
@@ -31,7 +31,7 @@ def by_parts(cut: Cut, bound: Bound, tensors: dict[str, Tensor], sizes: Sizes) -
     """What both parts compute one after the other, cleared cells included."""
     named = dict(tensors)
     result = torch.empty(0)
-    for part in _both(cut, bound, sizes):
+    for part in both_of(cut, Part(bound, sizes, "")):
         for each in part.clears:
             unread = each.unread(tensors, torch.device("cpu"))
             named[each.clear.name] = named[each.clear.place.access.name].masked_fill(unread, 0)
@@ -88,7 +88,7 @@ def test_both_parts_are_the_whole(name: str):
     sizes = sizes_of(statement, tensors)
     bound = bound_of(statement, tensors)
     want = interpret(bound.statement, tensors, _extents(bound, sizes))
-    found = [cut for cut in cuts_of(bound) if _fits(cut, bound, sizes)]
+    found = [cut for cut in cuts_of(bound) if fits(cut, Part(bound, sizes, ""))]
     assert found
     for cut in found:
         torch.testing.assert_close(by_parts(cut, bound, tensors, sizes), want, msg=str(cut))
@@ -128,7 +128,7 @@ def test_axes_that_share_an_index_must_agree():
     sizes, bound = sizes_of(statement, tensors), bound_of(statement, tensors)
     (shared,) = [cut for cut in cuts_of(bound) if str(cut.first).startswith("T[i,o] += X[i,c] * Z[i,c,o]")]
     assert shared.equal == ((("X", 0), ("Z", 0)),)
-    assert not _fits(shared, bound, sizes)
+    assert not fits(shared, Part(bound, sizes, ""))
 
 
 def test_new_names_are_taken_by_nothing_else():

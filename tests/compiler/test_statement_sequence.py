@@ -294,8 +294,8 @@ def sequence(
     bound = bind(parsed, tensors, None, facts=facts)
     program = insum_nn.compile(statement)
     ordered, _, extents = program._checked(tensors, None, shapes["out"])  # type: ignore[arg-type]
-    tree, sizes = _sequences(bound, options).decided(ordered, extents)
-    return () if tree.cut is None else tree.parts(bound, sizes)
+    tree, whole = _sequences(bound, options).decided(ordered, extents)
+    return () if tree.cut is None else tree.parts(whole)
 
 
 _sequences = lru_cache(Executables)

@@ -34,8 +34,8 @@ from insum_nn.compiler.kernels.c_compiler import CFunction, background, submit, 
 from insum_nn.compiler.kernels.c_structures import CPU, order_of, sorting
 from insum_nn.compiler.kernels.description import Description
 from insum_nn.compiler.lang.bind import Bound
-from insum_nn.compiler.lang.limits import slot_indices
-from insum_nn.compiler.lang.printed import Body, Lists, Made, Pool, Sizes, function_of_lines
+from insum_nn.compiler.lang.limits import limits_of_extents
+from insum_nn.compiler.lang.printed import Body, Lists, Made, Pool, function_of_lines
 from insum_nn.compiler.passes.pipeline import lower, unroll
 from insum_nn.compiler.schedule.choose_unrolling import Unrolling, choose_unrolling
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
@@ -46,9 +46,8 @@ __all__ = [
     "CProgram",
     "Part",
     "algorithm_of",
-    "compiled_extents",
     "known_in_c",
-    "limits_of_extents",
+    "limits_in_c",
     "unpacking",
 ]
 
@@ -65,8 +64,8 @@ _LARGE = 1 << 28
 # Terms of static tables in one statement: Python prints a thousand in a second, and compilers take longer. Of more than
 # these a call does not wait for either.
 _MOST_TERMS, _SOON = 1280, 192
-# Extents up to which axes of a model, and slots of a group, are compiled in.
-_MOST_FEATURES, _MOST_SLOTS = 128, 32
+# Extents up to which axes of a model are compiled in.
+_MOST_FEATURES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,29 +115,9 @@ def known_in_c(masked: bool | None, facts: IndexFacts) -> IndexFacts:
     return IndexFacts(masked=masked, proven=masked is not None, unique=own.unique, unique_with=own.unique_with)
 
 
-def compiled_extents(bound: Bound, tables: Tables, extents: Sizes) -> tuple[tuple[str, int], ...]:
-    """The indices whose extents are compiled in, with these; see `limits_of_extents`."""
-    limits = limits_of_extents(bound, frozenset(name for name, _ in tables))
-    return tuple([(i, n) for (i, most), n in zip(limits, extents, strict=True) if n <= most])
-
-
-@lru_cache(maxsize=1024)
-def limits_of_extents(bound: Bound, tables: frozenset[str]) -> tuple[tuple[str, float], ...]:
-    """Up to which extent each index is compiled in: those of a model are rather than those of its data.
-
-    These are all indices of static tables, slots of a group, and axes behind the first one that no index tensor has.
-    Nothing depends on earlier calls: the same call runs the same code in every process.
-    """
-    layout, statement = bound.layout, bound.statement
-    always = {index.name for access in statement.accesses() if access.name in tables for index in access.indices()}
-    slots = slot_indices(bound)
-    found: list[tuple[str, float]] = []
-    for place, name in enumerate(layout.indices):
-        indexed = any(layout.tensors[n] in layout.index_tensors for n, _ in layout.plain[place])
-        inner = any(axis > 0 for _, axis in layout.plain[place]) or any(axis > 0 for axis in layout.written[place])
-        most = _MOST_SLOTS if name in slots else _MOST_FEATURES if inner and not indexed else -1
-        found.append((name, math.inf if name in always else most))
-    return tuple(found)
+def limits_in_c(bound: Bound, tables: Tables) -> list[float]:
+    """Up to which extent each index is compiled in; see `limits_of_extents`."""
+    return [most for _, most in limits_of_extents(bound, frozenset(name for name, _ in tables), _MOST_FEATURES)]
 
 
 class CProgram:

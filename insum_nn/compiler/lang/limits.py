@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from torch import Tensor
 
-from insum_nn.compiler.lang.bind import Bound, Extents, layout_of
+from insum_nn.compiler.lang.bind import Bound, Extents, Layout, layout_of
 from insum_nn.compiler.lang.syntax import Index, Statement
 
-__all__ = ["INT32_AXIS", "INT64_MAX", "Limits", "limits_of", "slot_indices"]
+__all__ = ["INT32_AXIS", "INT64_MAX", "Limits", "limits_of", "limits_of_extents", "slot_indices"]
 
 INT32_AXIS = 2**31
 """Entries that int32 tells apart."""
 INT64_MAX = 2**63 - 1
 """The largest number of int64."""
+# Longest sum over the slots of a group that is unrolled; longer ones keep a loop.
+_MOST_SLOTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +91,32 @@ def slot_indices(bound: Bound) -> tuple[str, ...]:
     inner = (access for read in statement.reads for access in read.nested() if len(access.subscripts) > 1)
     plain = (subscript.plain for access in inner for subscript in access.subscripts)
     return tuple(dict.fromkeys(name for name in plain if name is not None and name not in written))
+
+
+@lru_cache(maxsize=1024)
+def limits_of_extents(bound: Bound, tables: frozenset[str], features: float) -> tuple[tuple[bool, float], ...]:
+    """For each index whether it is compiled in at any extent, and the largest extent at which it is; -1: at none.
+
+    Compiled in are extents of a model rather than of its data: those of all indices of static tables, by their names,
+    of slots of a group, and of dense feature axes, of at most so many `features`. Sizes alone decide, so that a call
+    runs the same code in every process, whatever ran before.
+    """
+    layout, slots = bound.layout, slot_indices(bound)
+    accesses = [access for access in bound.statement.accesses() if access.name in tables]
+    always = {index.name for access in accesses for index in access.indices()}
+    found: list[tuple[bool, float]] = []
+    for name in layout.indices:
+        most = features if _is_of_model(layout, name) else _MOST_SLOTS if name in slots else -1
+        found.append((name in always, math.inf if name in always else most))
+    return tuple(found)
+
+
+def _is_of_model(layout: Layout, index: str) -> bool:
+    """Whether an index of no index tensor is behind the first axis of some tensor, or inside of rows that are written.
+
+    So are dense feature axes.
+    """
+    places, written = layout.plain[layout.indices.index(index)], layout.output_plain
+    if any(layout.tensors[where] in layout.index_tensors for where, _ in places):
+        return False
+    return any(axis > 0 for _, axis in places) or (index in written and None in written[: written.index(index)])

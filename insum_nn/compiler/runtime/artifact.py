@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from insum_nn.compiler.ir.canonical import messages_name
 from insum_nn.compiler.kernels.background import run_or_compile, shared
-from insum_nn.compiler.kernels.c_program import CProgram, Part, limits_of_extents, unpacking
+from insum_nn.compiler.kernels.c_program import CProgram, limits_in_c, unpacking
 from insum_nn.compiler.kernels.c_structures import entries_of
 from insum_nn.compiler.kernels.generated import Generated
 from insum_nn.compiler.kernels.sized import WIDE
@@ -46,7 +45,7 @@ from insum_nn.compiler.lang.limits import limits_of
 from insum_nn.compiler.lang.printed import Attempt, Lists, Made, Pool, Run, function_of_lines
 from insum_nn.compiler.lang.shapes import agreement_lines
 from insum_nn.compiler.runtime.arguments import kinds_of
-from insum_nn.compiler.runtime.execution import Executable, Executables, c_program, generation
+from insum_nn.compiler.runtime.execution import Executable, Executables, generation, one_function
 from insum_nn.compiler.runtime.fixed_extents import limits_of_fixed
 from insum_nn.compiler.runtime.fused_kernels import Fused, One, choose
 from insum_nn.compiler.schedule.form import FormError
@@ -187,7 +186,7 @@ class Artifact:
         self, key: object, pool: Pool, extents: Lists, shapes: Lists, initial: Tensor | None, known: Known
     ) -> Made | None:
         """Decide what runs a kind of call that was not met before."""
-        begun, called = generation(), list[Called]()
+        called = list[Called]()
         first = None if initial is None else initial.expand(shapes[0])
         for number, (spec, places, output, _, _) in enumerate(self.steps):
             read = [pool[at] if at >= 0 else self._written[-1 - at].expand(shapes[-1 - at]) for at in places]
@@ -198,9 +197,9 @@ class Artifact:
         elif self.generated:
             body = self._by_one_kernel(key, called, pool, shapes)
         else:
-            body = self._by_one_function(key, called, pool, extents)
-        # What was cleared in the meantime stays so; while a CUDA graph is captured, nothing is decided for other calls.
-        if begun == generation() and not (pool[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            body = self._by_one_function(key, called)
+        # While a CUDA graph is captured, nothing is decided for other calls.
+        if not (pool[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             insert(self.bodies, key, body, _LIMIT)
         return body(pool, extents, shapes, initial)
 
@@ -318,29 +317,11 @@ class Artifact:
             self.reason = f"one by one: {error}"
             return _nothing_printed
 
-    def _by_one_function(self, key: object, called: Sequence[Called], pool: Pool, extents: Lists) -> Attempt:
+    def _by_one_function(self, key: object, called: Sequence[Called]) -> Attempt:
         """What runs a kind of call of several statements by one C function, where there is one."""
-        parts: list[Part] = []
-        firsts: dict[object, int] = {}
-        count = len(self._written)
-        for number, ((programs, read, sizes), step) in enumerate(zip(called, self.steps, strict=True)):
-            found = programs.in_c(*programs.decided(read, sizes), number, step.places, step.output, count)
-            if found is None:
-                return _nothing_printed
-            *before, last = found
-            for first in before:
-                # What several statements make of their tensors first is made once.
-                made = firsts.setdefault((first.bound, first.tables, first.places), count)
-                last = replace(last, places=tuple([-1 - made if at == -1 - count else at for at in last.places]))
-                if made == count:
-                    parts.append(first)
-                    count += 1
-            parts.append(last)
-        options = self.steps[0].spec.options
-        indices = tuple([len(each) for each in extents])
-        made = c_program(
-            tuple(parts), indices, len(pool), options, called[0][2], "several statements in one C function"
-        )
+        every = zip(called, self.steps, strict=True)
+        decided = [(own, *own.decided(read, sizes), step.places, step.output) for (own, read, sizes), step in every]
+        made = one_function(decided, "several statements in one C function")
         program = made.run if isinstance(made, Executable) else None
         if not isinstance(program, CProgram):
             return _nothing_printed
@@ -544,12 +525,11 @@ class _Lines:
     def limits(self, number: int, extents: Sequence[str]) -> list[str]:
         """The sizes of a statement as far as code differs in them."""
         (spec, _, output), own = self.artifact.steps[number][:3], self.artifact.programs[number]
-        tables = frozenset(name for name, _ in own.tables)
         if not self.artifact.generated:
-            found = zip(extents, [most for _, most in limits_of_extents(own.own, tables)], strict=True)
+            found = zip(extents, limits_in_c(own.own, own.tables), strict=True)
             return [f"{e} if {e} <= {most} else -1" if most < math.inf else e for e, most in found if most > 0]
-        limits = limits_of_fixed(own.own, spec.options, tables)
-        key = [_magnitude(e, math.inf if always else most) for e, (always, most) in zip(extents, limits, strict=True)]
+        limits = limits_of_fixed(own.own, spec.options, frozenset(name for name, _ in own.tables))
+        key = [_magnitude(e, most) for e, (_, most) in zip(extents, limits, strict=True)]
         hidden = zip(self.shapes()[output], spec.layout.output_places, strict=True)
         key += [_magnitude(extent, -1) for extent, place in hidden if place is None]
         if own.own.dtype == torch.float32:

@@ -20,7 +20,7 @@ from insum_nn.compiler.codegen.c import NotInC
 from insum_nn.compiler.codegen.calls import CallGraph
 from insum_nn.compiler.ir.canonical import canonical, canonical_tables, named_as
 from insum_nn.compiler.kernels.ahead import collecting
-from insum_nn.compiler.kernels.c_program import NOWHERE, CProgram, compiled_extents, known_in_c, limits_of_extents
+from insum_nn.compiler.kernels.c_program import NOWHERE, CProgram, known_in_c, limits_in_c
 from insum_nn.compiler.kernels.c_program import Part as CPart
 from insum_nn.compiler.kernels.c_structures import clear_orders
 from insum_nn.compiler.kernels.generated import Generated
@@ -28,7 +28,7 @@ from insum_nn.compiler.kernels.row_partition import clear_partitions
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.printed import Run
 from insum_nn.compiler.options import Options
-from insum_nn.compiler.passes.cut_products import cuts_of
+from insum_nn.compiler.passes.cut_products import Axis, cuts_of
 from insum_nn.compiler.runtime.backends import choose_backend, require_compiler, require_triton
 from insum_nn.compiler.runtime.fixed_extents import fixed_extents
 from insum_nn.compiler.runtime.library_calls import integers_of, library_calls_of, without_unused_facts
@@ -36,7 +36,7 @@ from insum_nn.compiler.runtime.read_cells import UnreadCells
 from insum_nn.compiler.runtime.statement_cuts import WHOLE, Part, Tree, decide, sizes_of, total
 from insum_nn.compiler.runtime.tiled_entries import tiled
 from insum_nn.compiler.schedule.form import FormError, make_form
-from insum_nn.compiler.schedule.product_cost import Cost, Sizes
+from insum_nn.compiler.schedule.product_cost import Cost
 from insum_nn.compiler.tuning.build_once import BuildOnce, CacheKey, shared_key
 from insum_nn.errors import InsumFormatError
 from insum_nn.facts import Tables
@@ -48,13 +48,13 @@ __all__ = [
     "CacheInfo",
     "Executable",
     "Executables",
-    "c_program",
     "cache_info",
     "clear_cache",
     "forgets_programs",
     "from_graph",
     "generation",
     "in_names_of",
+    "one_function",
     "run_parts",
     "sharing",
     "stages",
@@ -209,19 +209,18 @@ class Executables:
 
     def of(self, tensors: Sequence[Tensor], extents: Extents) -> Executable:
         """Return what runs it at these sizes: its program, or those of the statements that it is cut into."""
-        tree, sizes = self.decided(tensors, extents)
+        tree, whole = self.decided(tensors, extents)
         if tree.cut is None:
-            return self.whole(extents)
-        options, parts = self.options, tree.parts(self.bound, sizes, self.static)
-        costs, reason = (total(parts, options), total((Part(self.bound, sizes, ""),), options)), "the statement runs as"
-        own = self.in_c(tree, sizes, 0, range(len(tensors)), 0, 1)
-        found = own and c_program(own, (len(extents.indices),), len(tensors), options, extents, reason)
+            return self.alone(whole)
+        options, parts, reason = self.options, tree.parts(whole), "the statement runs as"
+        costs = total(parts, options), total((whole,), options)
+        found = one_function([(self, tree, whole, range(len(tensors)), 0)], reason)
         if isinstance(found, Executable):
             reason = f"{reason} {len(parts)}, in one C function"
             return replace(found, bound=self.bound, reason=reason, parts=parts, costs=costs)
         if self.static and options.backend == "c":
             # The whole statement says why it has none.
-            return self.whole(extents)
+            return self.alone(whole)
         return Executable(self.bound, extents, options, "", f"{reason} {len(parts)}", None, parts=parts, costs=costs)
 
     def by_library(
@@ -245,16 +244,16 @@ class Executables:
         own = _executables_of(bound, replace(self.options, backend="eager"), self.bound.statement.text, static)
         layout, slices = bound.layout, 1 if static else own._slices.get(extents)
         if slices is None:
-            tree, sizes = own.decided(tensors, extents)
-            slices = math.ceil(total(tree.parts(bound, sizes), own.options).moved / room)
+            tree, whole = own.decided(tensors, extents)
+            slices = math.ceil(total(tree.parts(whole), own.options).moved / room)
             insert(own._slices, extents, slices, _LIMIT)
         at = max(own._divisible(), key=extents.indices.__getitem__, default=-1) if slices > 1 else -1
-        whole, axes = (extents.indices[at], layout.written[at]) if at >= 0 else (1, ())
-        if whole < slices:
+        extent, axes = (extents.indices[at], layout.written[at]) if at >= 0 else (1, ())
+        if extent < slices:
             return None
-        runs, step, result = dict[int, Run](), whole // max(slices, 1), into
-        for begin in range(0, whole, step):
-            size = min(step, whole - begin)
+        runs, step, result = dict[int, Run](), extent // max(slices, 1), into
+        for begin in range(0, extent, step):
+            size = min(step, extent - begin)
             given, output, inner = [*tensors], [*extents.output], [*extents.indices]
             start = initial if initial is None or result is None else result
             if at >= 0:
@@ -294,57 +293,53 @@ class Executables:
         ]
 
     def in_c(
-        self, tree: Tree, sizes: Sizes, number: int, places: Sequence[int], output: int, made: int
+        self, tree: Tree, whole: Part, number: int, places: Sequence[int], output: int, made: int
     ) -> tuple[CPart, ...] | None:
         """The statements for a C function; `None`: it may have none, or is cut where sizes decide.
 
         Args:
             tree: what is decided of it.
-            sizes: at these sizes.
+            whole: at its sizes.
             number: of the statement among those of the function.
             places: of its tensors among those of a call.
             output: the number of what it writes.
             made: the number of an intermediate tensor.
         """
-        indices, cut = self.bound.layout.indices, tree.cut
-        position = {name: (number, at) for at, name in enumerate(indices)}
-        if cut is None:
-            own = self._part(tuple(map(sizes.indices.__getitem__, indices)), number, places, output)
-            return (own,) if self.backend == "c" else None
-        parts = tree.parts(self.bound, sizes, self.static)
-        every = [Executables(part.bound, self.options, part.static) for part in parts]
-        if not self.static or any(own.backend != "c" for own in every):
+        cut, parts, layout = tree.cut, tree.parts(whole), self.bound.layout
+        every = [self] if cut is None else [Executables(part.bound, self.options, part.static) for part in parts]
+        if (cut and not self.static) or any(own.backend != "c" for own in every):
             return None
-        place = dict(zip(self.bound.layout.tensors, places, strict=True)) | {cut.intermediate: -1 - made}
-        fixed = {n for n, most in limits_of_extents(self.bound, frozenset(n for n, _ in self.static)) if most > 0}
+        position = {name: (number, at) for at, name in enumerate(layout.indices)}
+        place, fresh = dict(zip(layout.tensors, places, strict=True)), dict[str, Axis | int]()
+        if cut is not None:
+            place[cut.intermediate], fresh = -1 - made, cut.fresh
+        limits = zip(layout.indices, limits_in_c(self.bound, self.static), strict=True)
+        fixed = {*fresh, *(name for name, most in limits if most > 0)}
         found: list[CPart] = []
         for part, own in zip(parts, every, strict=True):
-            layout, shape = part.bound.layout, None
-            inner = dict(zip(own.own.layout.indices, layout.indices, strict=True))
-            static = compiled_extents(own.own, own.tables, part.extents.indices)
-            static = tuple(each for each in static if inner[each[0]] in fixed or inner[each[0]] in cut.fresh)
-            if part.writes:
+            names, sizes, shape = part.bound.layout.indices, part.extents.indices, None
+            limits = zip(own.own.layout.indices, names, sizes, limits_in_c(own.own, own.tables), strict=True)
+            static = tuple([(short, n) for short, name, n, most in limits if n <= most and name in fixed])
+            if cut is not None and part.writes:
                 axes = zip(cut.shape, part.sizes.output, strict=True)
                 shape = tuple([position[of] if isinstance(of, str) else extent for of, extent in axes])
-            where = tuple([place.get(name, NOWHERE) for name in layout.tensors])
-            extents = tuple([part.sizes.indices[n] if n in cut.fresh else position[n] for n in layout.indices])
+            where = tuple([place.get(name, NOWHERE) for name in part.bound.layout.tensors])
+            extents = tuple([n if name in fresh else position[name] for name, n in zip(names, sizes, strict=True)])
             bound, written = replace(own._known, static=static), output if shape is None else made
             found.append(CPart(bound, own.tables, where, written, extents, shape))
         return tuple(found)
 
-    def _part(self, extents: Sequence[int], number: int, places: Sequence[int], output: int) -> CPart:
-        static = compiled_extents(self.own, self.tables, tuple(extents))
-        own = tuple([(number, at) for at in range(len(extents))])
-        return CPart(replace(self._known, static=static), self.tables, tuple(places), output, own)
-
     def decided(
         self, tensors: Sequence[Tensor], extents: Extents, hint: Callable[[int], int] = int
-    ) -> tuple[Tree, Sizes]:
-        """What is decided for a call, and its sizes; `hint` is the number by which to choose for a size."""
-        sizes = sizes_of(self.bound, tensors, extents)
+    ) -> tuple[Tree, Part]:
+        """What is decided for a call, and the statement at its sizes.
+
+        `hint` is the number by which to choose for a size.
+        """
+        whole = Part(self.bound, sizes_of(self.bound, tensors, extents), "", self.static)
         if not (self.static or self.cuttable):
-            return WHOLE, sizes
-        hinted = sizes.by(hint)
+            return WHOLE, whole
+        hinted = sizes_of(self.bound, tensors, extents, hint)
         every = [*hinted.indices.values(), *hinted.output, *chain.from_iterable(hinted.shapes.values())]
         # Some cuts need axes of one extent. Programs are forgotten together, so that a test or a user who clears the
         # cache sees all of it made again.
@@ -352,19 +347,18 @@ class Executables:
         # Tables are cut for the sizes of a call.
         tree = None if self.static else self._trees.get(bucket)
         if tree is None:
-            tree = WHOLE if 0 in every else decide(self.bound, self.options, self.static, hinted, tensors)
+            tree = WHOLE if 0 in every else decide(replace(whole, sizes=hinted), self.options, tensors)
             if tree is None:
-                return WHOLE, sizes
+                return WHOLE, whole
             insert(self._trees, bucket, tree, _LIMIT)
-        return tree, sizes
+        return tree, whole
 
-    def whole(self, extents: Extents) -> Executable:
+    def alone(self, whole: Part) -> Executable:
         """Return the program for the sizes of a call, compiled now or cached under its canonical form."""
-        reason, options, refused = self.reason, self.options, ""
+        reason, options, refused, extents = self.reason, self.options, "", whole.extents
         if self.backend == "c":
             require_compiler(self.bound)
-            own = self._part(extents.indices, 0, range(len(self.bound.layout.tensors)), 0)
-            found = c_program((own,), (len(extents.indices),), len(own.places), options, extents, reason)
+            found = one_function([(self, WHOLE, whole, range(len(self.bound.layout.tensors)), 0)], reason)
             if isinstance(found, Executable):
                 return found
             refused, reason = f"no C function can be printed: {found}", f"library calls, as C has no {found}"
@@ -398,24 +392,41 @@ class Executables:
         return _cached(shared_key(bound, options, "triton", precision, self.tables), build)
 
 
-def c_program(
-    parts: tuple[CPart, ...], indices: tuple[int, ...], tensors: int, options: Options, extents: Extents, reason: str
-) -> Executable | str:
-    """The program of one C function of some statements, or why there is none.
+# Of a statement of a function: what runs it, what is decided of it, at its sizes; the places of its tensors among those
+# of a call; the number of what it writes.
+Decided = tuple[Executables, Tree, Part, Sequence[int], int]
+
+
+def one_function(statements: Sequence[Decided], reason: str) -> Executable | str | None:
+    """The program of one C function of some statements, or why there is none; `None`: it may have none.
 
     Args:
-        parts: the statements.
-        indices: how many indices each statement of a call has.
-        tensors: how many tensors a call has.
-        options: compile options.
-        extents: the sizes of a call.
+        statements: these, in order; together they read all tensors of a call.
         reason: why it is C.
     """
-    key = shared_key(parts[0].bound, options, "c", parts, indices, tensors)
+    parts: list[CPart] = []
+    firsts: dict[object, int] = {}
+    count = 1 + max(output for *_, output in statements)
+    for number, (own, tree, whole, places, output) in enumerate(statements):
+        found = own.in_c(tree, whole, number, places, output, count)
+        if found is None:
+            return None
+        *before, last = found
+        for first in before:
+            # What several statements make of their tensors first is made once.
+            made = firsts.setdefault((first.bound, first.tables, first.places), count)
+            last = replace(last, places=tuple([-1 - made if at == -1 - count else at for at in last.places]))
+            if made == count:
+                parts.append(first)
+                count += 1
+        parts.append(last)
+    (own, _, whole, *_), indices = statements[0], [len(each.bound.layout.indices) for each, *_ in statements]
+    tensors = 1 + max((at for *_, places, _ in statements for at in places), default=-1)
+    key = shared_key(parts[0].bound, own.options, "c", *parts, *indices, tensors)
 
     def build() -> Executable:
-        program = CProgram(parts, indices, tensors, wait=options.backend == "c" or options.deterministic)
-        return Executable(parts[0].bound, extents, options, "c", reason, program)
+        program = CProgram(parts, indices, tensors, wait=own.options.backend == "c" or own.options.deterministic)
+        return Executable(parts[0].bound, whole.extents, own.options, "c", reason, program)
 
     try:
         return _refused.get(key) or _cached(key, build)
@@ -508,7 +519,7 @@ def stages(
         bound = replace(part.bound, has_initial=start is not None)
         # What one C function is compiled for runs as library calls until then.
         options = replace(program.options, backend="eager") if part.static else program.options
-        own = _executables_of(bound, options, bound.statement.text).whole(part.extents)
+        own = _executables_of(bound, options, bound.statement.text).alone(part)
         yield part, own, operands, own.prepare(operands, part.extents, start)
         if part.writes:
             named[part.writes] = tensors[0].new_empty(part.sizes.output, dtype=program.bound.dtype)

@@ -141,7 +141,7 @@ class Fused:
 def choose(
     ones: Sequence[One], pool: Pool, shapes: Lists, options: Options, kernels: dict[Hashable, Fused]
 ) -> tuple[Fused | None, str]:
-    """Select a kernel that computes several statements at once, or none, and say why.
+    """Select the fastest kernel, or none where the statements are faster one by one; and say why.
 
     Args:
         ones: the statements.
@@ -166,7 +166,38 @@ def choose(
         found.sizes(pool, shapes)
         return found
 
-    return _selected([partial(kernel, walk) for walk in _walks(ones, plan)], ones, pool, shapes, deterministic)
+    fitting = _those_that_fit(partial(kernel, walk) for walk in _walks(ones, plan))
+    first = next(fitting)
+    generated, extents = first.generated, first.sizes(pool, shapes)
+    if not worth_selecting(extents):
+        # Where speed does not matter, the same bits at every run do.
+        def scatters(kernel: Fused) -> bool:
+            return any(each.scattered for each in kernel.generated.form.additional)
+
+        fixed = next(filterfalse(scatters, chain([first], fitting)), first)
+        return fixed, "together: what they read is read once"
+    # Others are made where one may be faster.
+    every = cache(lambda: [first, *fitting])
+    # Which kernels there are to select from depends on it; what each of them computes does not.
+    algorithm = {**(generated.form.plan.key or {}), "deterministic": deterministic}
+    more = {"algorithm": store.digest(algorithm), "precision": generated.precision}
+    stored = store.key_of("together", generated.form.bound, {}, size_bucket(extents), pool[0].device, **more)
+
+    def read(place: Any) -> int:
+        if place not in range(_ONE_BY_ONE, len(every())):
+            raise ValueError(f"{place} is none of {len(every())} kernels")
+        return place
+
+    def measure(_: object) -> list[tuple[int, float]]:
+        given, lists = [tensor.detach() for tensor in pool], [one.extents.indices for one in ones]
+        together = [partial(kernel.run(given, shapes), given, lists, shapes, None) for kernel in every()]
+        runs = [_separately(ones), *together]
+        times = [(place, time_whole(run)) for place, run in enumerate(runs, start=_ONE_BY_ONE)]
+        return sorted(times, key=lambda each: each[1])
+
+    task = Task(stored, lambda: Selected(0, "what they read is read once"), read, int, measure)
+    place, reason = select_or_tune(task, generated.options)
+    return (None, f"one by one: {reason}") if place == _ONE_BY_ONE else (every()[place], f"together: {reason}")
 
 
 def _those_that_fit(makes: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -301,48 +332,6 @@ def _sizes(
     if extents is None:
         raise FormError("their sizes do not agree")
     return extents
-
-
-def _selected(
-    makes: Iterable[Callable[[], Fused]], ones: Sequence[One], pool: Pool, shapes: Lists, deterministic: bool
-) -> tuple[Fused | None, str]:
-    """Select the fastest kernel, or none where the statements are faster one by one; and say why.
-
-    Raises:
-        FormError: there is none.
-    """
-    fitting = _those_that_fit(makes)
-    first = next(fitting)
-    generated, extents = first.generated, first.sizes(pool, shapes)
-    if not worth_selecting(extents):
-        # Where speed does not matter, the same bits at every run do.
-        def scatters(kernel: Fused) -> bool:
-            return any(each.scattered for each in kernel.generated.form.additional)
-
-        fixed = next(filterfalse(scatters, chain([first], fitting)), first)
-        return fixed, "together: what they read is read once"
-    # Others are made where one may be faster.
-    kernels = cache(lambda: [first, *fitting])
-    # Which kernels there are to select from depends on it; what each of them computes does not.
-    algorithm = {**(generated.form.plan.key or {}), "deterministic": deterministic}
-    more = {"algorithm": store.digest(algorithm), "precision": generated.precision}
-    key = store.key_of("together", generated.form.bound, {}, size_bucket(extents), pool[0].device, **more)
-
-    def read(place: Any) -> int:
-        if place not in range(_ONE_BY_ONE, len(kernels())):
-            raise ValueError(f"{place} is none of {len(kernels())} kernels")
-        return place
-
-    def measure(_: object) -> list[tuple[int, float]]:
-        given, lists = [tensor.detach() for tensor in pool], [one.extents.indices for one in ones]
-        together = [partial(kernel.run(given, shapes), given, lists, shapes, None) for kernel in kernels()]
-        runs = [_separately(ones), *together]
-        times = [(place, time_whole(run)) for place, run in enumerate(runs, start=_ONE_BY_ONE)]
-        return sorted(times, key=lambda each: each[1])
-
-    task = Task(key, lambda: Selected(0, "what they read is read once"), read, int, measure)
-    place, reason = select_or_tune(task, generated.options)
-    return (None, f"one by one: {reason}") if place == _ONE_BY_ONE else (kernels()[place], f"together: {reason}")
 
 
 def _separately(ones: Sequence[One]) -> Callable[[], object]:

@@ -78,8 +78,8 @@ def inline(
     # Of what the caller says of the others the graph checks one thing.
     facts |= {name: IndexFacts(masked=declared[name].masked) for name in checked if name in declared}
     bound = bind(statement, named, initial, facts=facts, drop_outside=spec.drop_outside, epilogue=PLAIN)
-    tree, sizes = Executables(bound, spec.options, spec.static).decided(tensors, extents, _hint)
-    parts = tree.parts(bound, sizes, spec.static)
+    tree, whole = Executables(bound, spec.options, spec.static).decided(tensors, extents, _hint)
+    parts = tree.parts(whole)
     pool = dict(named)
     for name, table in chain.from_iterable(part.static for part in parts):
         if name not in pool:

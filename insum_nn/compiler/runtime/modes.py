@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -210,11 +210,7 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(tensor.device.type) if cast else tensor.dtype
 
 
-@overload
-def to_autocast(value: Tensor) -> Tensor: ...
-@overload
-def to_autocast(value: T) -> T: ...
-def to_autocast(value: object) -> object:
+def to_autocast(value: T) -> T:
     """Cast a floating-point operand, but of float64, to autocast's dtype where autocast is active.
 
     >>> to_autocast(torch.ones(1)).dtype
@@ -227,7 +223,7 @@ def to_autocast(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     dtype = product_dtype(value)
-    return value if value.dtype is dtype else value.to(dtype)
+    return value if value.dtype is dtype else value.to(dtype)  # type: ignore[return-value]
 
 
 @contextmanager

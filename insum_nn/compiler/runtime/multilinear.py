@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
@@ -84,14 +85,18 @@ def multilinear(
         # A loop instead of `any`: no generator in every call.
         for tensor in (*operands.values(), initial):
             if tensor is not None and tensor.requires_grad:
-                names = tuple(requested)
-                given = {name: t for name, t in operands.items() if name not in names or len(names) > 1}
+                names, given = tuple(requested), operands
+                if len(names) == 1 and names[0] in operands:
+                    given = dict(operands)
+                    del given[names[0]]
                 apply = record if plain else Recorded.apply
                 made: Any = apply(_Call(sums, names, tuple(given), plain), initial, *given.values(), *sums.indices)
                 return dict(zip(names, [made] if len(names) == 1 else made, strict=True))
-    # Operands have their dtypes already.
-    with without_autocast(next(iter(operands.values())).device):
-        return sums.run(requested, operands, initial, plain=plain)
+    if torch._C._is_any_autocast_enabled():
+        # Operands have their dtypes already.
+        with without_autocast(next(iter(operands.values())).device):
+            return sums.run(requested, operands, initial, plain=plain)
+    return sums.run(requested, operands, initial, plain=plain)
 
 
 class _Call(NamedTuple):
@@ -104,13 +109,16 @@ class _Call(NamedTuple):
 
     def run(self, ctx: Any, initial: Tensor | None, tensors: tuple[Any, ...]) -> Tensor | tuple[Tensor, ...]:
         sums, requested, read, plain = self
+        run = partial(multilinear, sums) if torch._C._is_any_autocast_enabled() else sums.run
+        made = run(requested, dict(zip(read, tensors, strict=False)), initial, plain=plain)
         needed = ctx.needs_input_grad[2:]
         # An operand is read again for the gradients of the others alone.
         count = sum(needed)
-        ctx.save_for_backward(*[t if count > own else None for t, own in zip(tensors, needed, strict=True)])
+        if count < len(read) or count == 1:
+            tensors = tuple([t if count > own else None for t, own in zip(tensors, needed, strict=True)])
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         ctx.initial_shape = None if initial is None else initial.shape
-        made = multilinear(sums, requested, dict(zip(read, tensors, strict=False)), initial, plain=plain)
         return made[requested[0]] if len(requested) == 1 else tuple(map(made.__getitem__, requested))
 
     def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -10,7 +10,7 @@ within a factor of 1.4, on every device and for derivative statements too; nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from insum_nn.compiler.schedule.product_cost import Cost, Sizes, cost_of, machin
 from insum_nn.dtypes import is_widened
 from insum_nn.facts import UNKNOWN, IndexFacts, Tables
 
-__all__ = ["WHOLE", "Part", "Tree", "bound_part", "decide", "sizes_of", "total"]
+__all__ = ["WHOLE", "Part", "Tree", "both_of", "bound_part", "decide", "fits", "price_of", "sizes_of", "total"]
 
 # A statement is cut if that costs less than this share of the whole: counts are no times. For products of blocks they
 # agree with times measured on a CPU and a GPU, so there they decide.
@@ -48,12 +48,17 @@ class Tree(NamedTuple):
     """What is decided of a statement: it stays whole, or is cut, and both parts are decided alike."""
 
     cut: Cut | None = None
-    first: Tree | None = None
-    second: Tree | None = None
+    both: tuple[Tree, ...] = ()
 
-    def parts(self, bound: Bound, sizes: Sizes, static: Tables = ()) -> tuple[Part, ...]:
+    def parts(self, whole: Part) -> tuple[Part, ...]:
         """The statements that it makes of one, in their order."""
-        return tuple(_parts(Part(bound, sizes, "", static), self))
+        if self.cut is None:
+            return (whole,)
+        (one, other), (first, second) = self.both, both_of(self.cut, whole)
+        # What the whole reads with cleared cells is made before its first part.
+        first = replace(first, clears=whole.clears)
+        second = replace(second, writes=whole.writes, unwritten=(*second.unwritten, *whole.unwritten))
+        return (*one.parts(first), *other.parts(second))
 
 
 WHOLE = Tree()
@@ -85,11 +90,13 @@ class Part:
         return Extents(tuple(self.sizes.indices[i] for i in layout.indices), tuple(self.sizes.output))
 
 
-def sizes_of(bound: Bound, tensors: Sequence[Tensor], extents: Extents) -> Sizes:
-    """The sizes of a call."""
-    indices = dict(zip(bound.layout.indices, extents.indices, strict=True))
-    shapes = {name: tuple(tensor.shape) for name, tensor in zip(bound.layout.tensors, tensors, strict=True)}
-    return Sizes(indices, shapes, extents.output, bound.dtype.itemsize)
+def sizes_of(
+    bound: Bound, tensors: Sequence[Tensor], extents: Extents, hint: Callable[[int], int] = lambda size: size
+) -> Sizes:
+    """The sizes of a call; `hint` is the number by which to choose for a size."""
+    indices = dict(zip(bound.layout.indices, map(hint, extents.indices), strict=True))
+    shapes = {name: tuple(map(hint, tensor.shape)) for name, tensor in zip(bound.layout.tensors, tensors, strict=True)}
+    return Sizes(indices, shapes, tuple(map(hint, extents.output)), bound.dtype.itemsize)
 
 
 # Sizes of parts.
@@ -104,15 +111,15 @@ def _extent(of: str | Axis | int, sizes: Sizes, output: str) -> int:
     return sizes.output[axis] if name == output else sizes.shapes[name][axis]
 
 
-def _fits(cut: Cut, bound: Bound, sizes: Sizes) -> bool:
+def fits(cut: Cut, whole: Part) -> bool:
     """Whether axes that share an index have one extent."""
-    output = bound.statement.output.name
-    return all(len({_extent(axis, sizes, output) for axis in axes}) == 1 for axes in cut.equal)
+    output = whole.bound.statement.output.name
+    return all(len({_extent(axis, whole.sizes, output) for axis in axes}) == 1 for axes in cut.equal)
 
 
-def _both(cut: Cut, bound: Bound, sizes: Sizes, static: Tables = ()) -> tuple[Part, Part]:
+def both_of(cut: Cut, whole: Part) -> tuple[Part, Part]:
     """The two parts of a statement that is cut; the second writes what the whole writes."""
-    output = bound.statement.output.name
+    bound, sizes, output = whole.bound, whole.sizes, whole.bound.statement.output.name
     indices = {**sizes.indices, **{name: _extent(axis, sizes, output) for name, axis in cut.fresh.items()}}
     made = tuple(_extent(of, sizes, output) for of in cut.shape)
     shapes = {
@@ -125,7 +132,7 @@ def _both(cut: Cut, bound: Bound, sizes: Sizes, static: Tables = ()) -> tuple[Pa
     first, second = _bound(bound, cut, last=False), _bound(bound, cut, last=True)
     clears = tuple(UnreadCells(clear, sizes, output) for clear in cut.clears)
     unwritten = () if cut.unwritten is None else (UnreadCells(cut.unwritten, sizes, output),)
-    tables = {**dict(static), **cut.tables}
+    tables = {**dict(whole.static), **cut.tables}
     one, other = (
         tuple((name, tables[name]) for name in part.layout.tensors if name in tables) for part in (first, second)
     )
@@ -153,34 +160,22 @@ def bound_part(bound: Bound, statement: Statement, made: Mapping[str, tuple[torc
     return replace(bound, statement=statement, index_dtypes=dtypes, facts=facts)
 
 
-def _parts(part: Part, tree: Tree) -> Iterator[Part]:
-    if tree.cut is None:
-        yield part
-        return
-    assert tree.first is not None
-    assert tree.second is not None
-    first, second = _both(tree.cut, part.bound, part.sizes, part.static)
-    # What the whole reads with cleared cells is made before its first part.
-    yield from _parts(replace(first, clears=part.clears), tree.first)
-    unwritten = (*second.unwritten, *part.unwritten)
-    yield from _parts(replace(second, writes=part.writes, unwritten=unwritten), tree.second)
-
-
 # The decision.
 
 
-def decide(bound: Bound, options: Options, static: Tables, sizes: Sizes, tensors: Sequence[Tensor]) -> Tree | None:
+def decide(whole: Part, options: Options, tensors: Sequence[Tensor]) -> Tree | None:
     """Return the decision for the sizes of a call; `None`: it waits for entries that cannot be counted now."""
-    if static:
+    bound, sizes = whole.bound, whole.sizes
+    if whole.static:
         # A kernel for a GPU shares what their entries have in common by itself; half types would be rounded in between.
         here = bound.device_type == "cpu" and options.order == "cost" and options.backend in ("auto", "c", "eager")
-        cut = split_static_tables(bound, static, sizes.indices) if here and not is_widened(bound.dtype) else None
-        return WHOLE if cut is None else Tree(cut, WHOLE, WHOLE)
+        cut = split_static_tables(bound, whole.static, sizes.indices) if here and not is_widened(bound.dtype) else None
+        return WHOLE if cut is None else Tree(cut, (WHOLE, WHOLE))
     read = sum(math.prod(shape) for shape in sizes.shapes.values())
     room = max(_LEAST_ROOM, _ROOM * sizes.width * (read + math.prod(sizes.output)))
     taken = frozenset((bound.statement.output.name, *sizes.shapes))
-    best = partial(_best, bound, taken=taken, depth=_DEPTH, options=options, room=room)
-    tree, _ = best(sizes)
+    best = partial(_best, taken=taken, depth=_DEPTH, options=options, room=room)
+    tree, _ = best(whole)
     masked = [name for name in bound.statement.index_tensors() if bound.facts_of(name).masked is not False]
     # A kernel over the whole may skip missing entries.
     if tree.cut is not None and masked and choose_backend(bound, options)[0] == "triton":
@@ -190,41 +185,39 @@ def decide(bound: Bound, options: Options, static: Tables, sizes: Sizes, tensors
         accesses = [nested for access in bound.statement.accesses() for nested in access.nested()]
         shares = {name: float((named[name] >= 0).double().mean()) for name in masked}
         present = tuple((frozenset(labels_of(a)), shares[a.name]) for a in accesses if a.name in shares)
-        tree, _ = best(replace(sizes, present=present))
+        tree, _ = best(replace(whole, sizes=replace(sizes, present=present)))
     return tree
 
 
-def _best(
-    bound: Bound, sizes: Sizes, taken: frozenset[str], depth: int, options: Options, room: float
-) -> tuple[Tree, Cost]:
+def _best(whole: Part, taken: frozenset[str], depth: int, options: Options, room: float) -> tuple[Tree, Cost]:
     """The cheapest way to compute a statement, and its parts, without an intermediate tensor of more bytes."""
-    whole = _price(bound, sizes, options)
-    if depth == 0 or whole.total <= 2 * machine_of(bound.device_type, sizes.width, pairwise=True).call:
-        return WHOLE, whole
+    bound, width, price = whole.bound, whole.sizes.width, price_of(whole, options)
+    if depth == 0 or price.total <= 2 * machine_of(bound.device_type, width, pairwise=True).call:
+        return WHOLE, price
     found: list[tuple[float, int, Cut, Part, Part]] = []
     for number, cut in enumerate(cuts_of(bound, taken)):
-        if not _fits(cut, bound, sizes):
+        if not fits(cut, whole):
             continue
-        first, second = _both(cut, bound, sizes)
-        if sizes.width * math.prod(first.sizes.output) <= room:
+        first, second = both_of(cut, whole)
+        if width * math.prod(first.sizes.output) <= room:
             found.append((total((first, second), options).total, number, cut, first, second))
-    best: tuple[Tree, Cost] = WHOLE, whole
+    best: tuple[Tree, Cost] = WHOLE, price
     share = 1.0 if multiplies_blocks(bound.statement) else _SHARE
     found.sort(key=lambda each: each[:2])
     for _, _, cut, first, second in found[:_BEAM]:
         # A name that is made inside of one part must not hide what the other reads.
         names = taken | {cut.intermediate, *(clear.name for clear in cut.clears)}
-        one, before = _best(first.bound, first.sizes, names, depth - 1, options, room)
-        other, after = _best(second.bound, second.sizes, names, depth - 1, options, room)
+        (one, before), (other, after) = (_best(part, names, depth - 1, options, room) for part in (first, second))
         cost = before + after + _clearing(second)
-        limit = share * whole.total if best[0].cut is None else best[1].total
+        limit = share * price.total if best[0].cut is None else best[1].total
         if cost.total < limit:
-            best = Tree(cut, one, other), cost
+            best = Tree(cut, (one, other)), cost
     return best
 
 
-def _price(bound: Bound, sizes: Sizes, options: Options) -> Cost:
+def price_of(part: Part, options: Options) -> Cost:
     """What a statement costs by the backend that would run it."""
+    bound, sizes = part.bound, part.sizes
     pairwise = choose_backend(bound, options)[0] not in ("c", "triton")
     ordered = frozenset(name for name in bound.statement.index_tensors() if bound.facts_of(name).sorted)
     # A generated kernel's dense product would be no faster than its products of blocks.
@@ -242,4 +235,4 @@ def _clearing(part: Part) -> Cost:
 
 def total(parts: Sequence[Part], options: Options) -> Cost:
     """What several statements cost."""
-    return sum((_price(p.bound, p.sizes, options) + _clearing(p) for p in parts), Cost(0.0, 0.0, 0.0))
+    return sum((price_of(part, options) + _clearing(part) for part in parts), Cost(0.0, 0.0, 0.0))

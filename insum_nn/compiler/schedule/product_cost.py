@@ -77,12 +77,6 @@ class Sizes:
     width: int
     present: tuple[tuple[Labels, float], ...] = ()
 
-    def by(self, hint: Callable[[int], int]) -> Sizes:
-        """The numbers by which to choose for symbolic sizes."""
-        indices = {name: hint(size) for name, size in self.indices.items()}
-        shapes = {name: tuple(map(hint, shape)) for name, shape in self.shapes.items()}
-        return Sizes(indices, shapes, tuple(map(hint, self.output)), self.width)
-
     def cells(self, labels: Labels) -> float:
         return float(math.prod(self.indices[label] for label in labels))
 
