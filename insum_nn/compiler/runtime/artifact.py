@@ -140,7 +140,8 @@ class Artifact:
         # Of entries nothing is known yet.
         self.programs: list[Executables] = []
         for spec, places, output, _, _ in steps:
-            self.programs.append(own := _bound(spec, [self._read(pool, at) for at in places], None, {}))
+            tensors = [pool[at] if at >= 0 else self._written[-1 - at] for at in places]
+            self.programs.append(own := _bound(spec, tensors, None, {}))
             rank = len(spec.layout.output_plain)
             self._written[output] = torch.empty((1,) * rank, dtype=own.bound.out_dtype, device=pool[0].device)
         backends = {own.backend for own in self.programs}
@@ -161,14 +162,6 @@ class Artifact:
                 found += ["extents = (indices,)", "shapes = (output,)"]
                 text = [head, pool_of, *found, *rest, "return None if made is None else made[0]"]
                 self.call = function_of_lines(text, {**lines.names, **read}, what)
-
-    @property
-    def cuttable(self) -> bool:
-        """Whether it depends on sizes if a statement runs as several."""
-        return any(own.cuttable for own in self.programs)
-
-    def _read(self, pool: Pool, place: int) -> Tensor:
-        return pool[place] if place >= 0 else self._written[-1 - place]
 
     def _facts(self, number: int, known: Known) -> dict[str, IndexFacts]:
         """What holds of the index tensors of a statement."""
@@ -353,6 +346,13 @@ class _Lines:
         self.artifact, self.pool = artifact, pool
         self.names: dict[str, Any] = {}
         self.text: list[str] = []
+        # Whether it depends on sizes if a statement runs as several.
+        self.cuttable = any(own.cuttable for own in artifact.programs)
+        # The extents of each statement, and the sizes of each output.
+        counts = [len(step.spec.layout.indices) for step in artifact.steps]
+        self.extents = [[f"e{n}_{i}" for i in range(count)] for n, count in enumerate(counts)]
+        ranks = {step.output: len(step.spec.layout.output_plain) for step in artifact.steps}
+        self.shapes = {n: [f"s{n}_{axis}" for axis in range(rank)] for n, rank in sorted(ranks.items())}
         # Of the index tensors those whose entries are read.
         self.read: set[int] = set()
         # Static tables that a builder passes are the same in every call.
@@ -379,7 +379,7 @@ class _Lines:
         for number, (spec, places, output, _, _) in enumerate(artifact.steps):
             layout, tables = spec.layout, dict(spec.static)
             place = dict(zip(layout.tensors, places, strict=True))
-            extents = self.extents(number, spec)
+            extents = self.extents[number]
             wrong += [f"not 0 < {e} < {_MANY}" for e in extents]
             for name, at in place.items():
                 if name in tables:
@@ -401,18 +401,17 @@ class _Lines:
         # Offsets of 32 bits address all cells, in generated kernels by far.
         most = WIDE if artifact.generated else _MANY
         wrong += [f"not 0 < t{n}.numel() < {most}" for n in self.given if f"shape{n}" not in self.names]
-        wrong += [f"not 0 < {' * '.join(sizes)} < {most}" for sizes in self.shapes().values() if sizes]
-        if artifact.cuttable:
+        wrong += [f"not 0 < {' * '.join(sizes)} < {most}" for sizes in self.shapes.values() if sizes]
+        if self.cuttable:
             # As `Sequences` tells sizes apart.
-            sizes = [e for n, step in enumerate(artifact.steps) for e in self.extents(n, step.spec)]
-            written = chain(*self.shapes().values())
-            key += [f"({e} * {e}).bit_length()" for e in (*sizes, *written, *self.hidden())]
+            sizes = chain(*self.extents, *self.shapes.values(), self.hidden())
+            key += [f"({e} * {e}).bit_length()" for e in sizes]
         facts = ", ".join(f"{at}: {text}" for at, text in known.items())
         self.text = [
             "def run(pool, extents, shapes, initial):",
             f"({''.join(f't{n}, ' for n in range(len(pool)))}) = pool",
-            unpacking([self.extents(number, step.spec) for number, step in enumerate(artifact.steps)], "extents"),
-            unpacking([sizes for _, sizes in sorted(self.shapes().items())], "shapes"),
+            unpacking(self.extents, "extents"),
+            unpacking(self.shapes.values(), "shapes"),
             f"if {' or '.join(kinds)}:",
             "    return None",
             *reads,
@@ -426,15 +425,6 @@ class _Lines:
             "    made = body(pool, extents, shapes, initial)",
         ]
         return self
-
-    @staticmethod
-    def extents(number: int, spec: Spec) -> list[str]:
-        return [f"e{number}_{i}" for i in range(len(spec.layout.indices))]
-
-    def shapes(self) -> dict[int, list[str]]:
-        """The sizes of each output."""
-        ranks = {step.output: len(step.spec.layout.output_plain) for step in self.artifact.steps}
-        return {output: [f"s{output}_{axis}" for axis in range(rank)] for output, rank in ranks.items()}
 
     def hidden(self) -> list[str]:
         """Sizes of tensors that are no extent of an index."""
@@ -500,7 +490,7 @@ class _Lines:
             return known
         key.append(f"i{at}.low < 0")
         ascending = f"{known}.sorted"
-        if self.artifact.generated or self.artifact.cuttable:
+        if self.artifact.generated or self.cuttable:
             ascending = f"i{at}.ascending or {ascending}"
             key.append(f"i{at}.ascending")
         return f"completed({known}, {ascending}, i{at}.low < 0)"
@@ -530,7 +520,7 @@ class _Lines:
             return [f"{e} if {e} <= {most} else -1" if most < math.inf else e for e, most in found if most > 0]
         limits = limits_of_fixed(own.own, spec.options, frozenset(name for name, _ in own.tables))
         key = [_magnitude(e, most) for e, (_, most) in zip(extents, limits, strict=True)]
-        hidden = zip(self.shapes()[output], spec.layout.output_places, strict=True)
+        hidden = zip(self.shapes[output], spec.layout.output_places, strict=True)
         key += [_magnitude(extent, -1) for extent, place in hidden if place is None]
         if own.own.dtype == torch.float32:
             self.names["precision"] = torch._C._get_float32_matmul_precision

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +25,6 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "may_be_empty",
-    "plain_apply",
     "product_dtype",
     "records_graph",
     "size_hint",
@@ -92,11 +91,6 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
         if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_meta or tensor.is_neg()):
             return False
     return True
-
-
-def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `function.apply` for calls on what `is_plain_eager` accepts: it looks for no transform of `torch.func`."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return, misc]
 
 
 def records_graph(tensors: Sequence[Tensor | None]) -> bool:

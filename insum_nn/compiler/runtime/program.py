@@ -21,7 +21,7 @@ from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.printed import Sizes
 from insum_nn.compiler.lang.programs import is_program, parse_program
 from insum_nn.compiler.lang.shapes import check_extents, resolve_extents
-from insum_nn.compiler.lang.syntax import Apply, Number, Statement, Subscript
+from insum_nn.compiler.lang.syntax import Apply, Number, Statement
 from insum_nn.compiler.options import DEFAULT, Options
 from insum_nn.compiler.runtime.arguments import check_kinds, static_tables
 from insum_nn.compiler.runtime.artifact import Step
@@ -461,10 +461,10 @@ class StatementsProgram:
         # Whether all are products, whose values autocast casts.
         self._casts = all(statement.is_product for statement in text.statements)
         self._reads = tuple(map(_step, self.programs))
-        # Each access, and by axis the index or the entry that has its extent.
-        self._axes: Sequence[Axes] = tuple(
-            dict.fromkeys((access.name, tuple(map(_extent_of, access.subscripts))) for access in accesses)
-        )
+        # Each access, and by axis the index or the entry that has its extent, if it is one alone.
+        known_by = [[s.plain if s.indirect is None else str(s.indirect) for s in a.subscripts] for a in accesses]
+        names = [access.name for access in accesses]
+        self._axes: Sequence[Axes] = tuple(dict.fromkeys(zip(names, map(tuple, known_by), strict=True)))
         self._returned = text.results
 
     def __repr__(self) -> str:
@@ -704,12 +704,6 @@ def _step(program: Program) -> tuple[Any, ...]:
     hidden = tuple(index for index in indices if index not in shown)
     counts = all(isinstance(f, Number) or (isinstance(f, Apply) and f.function == "one") for f in statement.factors)
     return statement.output.name, read, indices, hidden, counts
-
-
-def _extent_of(subscript: Subscript) -> str | None:
-    """Return what has the extent of an axis: the index or the entry that addresses it, if it is one alone."""
-    entry = subscript.indirect
-    return subscript.plain if entry is None else str(entry)
 
 
 # How the operator of `traced` runs a call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from insum_nn.compiler.runtime.batched_gradients import each_vector
-from insum_nn.compiler.runtime.modes import plain_apply
 
 __all__ = ["Recorded", "record"]
 
@@ -36,5 +36,5 @@ class Recorded(torch.autograd.Function):
         return (None, *ctx.call.gradients(ctx, grads))
 
 
-record = plain_apply(Recorded)
-"""`Recorded.apply` for calls on what `is_plain_eager` accepts."""
+record: Callable[..., Any] = super(torch.autograd.Function, Recorded).apply  # type: ignore[misc]
+"""`Recorded.apply` for calls on what `is_plain_eager` accepts: it looks for no transform of `torch.func`."""
