@@ -19,7 +19,7 @@ from insum_nn.compiler.codegen.c import CKernel, c_kernel
 from insum_nn.compiler.codegen.c_prelude import PIECES
 from insum_nn.compiler.ir.build import INITIAL, OUTPUT, Names, build
 from insum_nn.compiler.ir.nodes import Const, Expr, Kernel, Op, Size
-from insum_nn.compiler.kernels.c_compiler import vector_bytes
+from insum_nn.compiler.kernels.c_compiler import vector_bytes, vector_functions
 from insum_nn.compiler.lang.bind import bind, layout_of
 from insum_nn.compiler.lang.derivative import derivatives
 from insum_nn.compiler.lang.epilogue import PLAIN, Epilogue
@@ -36,10 +36,11 @@ from tests.compiler.ir_interpreter import interpret_kernel
 __all__ = ["COMPILER", "FLAGS", "Case", "case_of", "check", "compiled", "extent", "random_cases", "sorted_entries"]
 
 COMPILER = shutil.which("cc")
-FLAGS = (
-    "-O2 -fno-tree-vectorize -fno-tree-slp-vectorize -march=native -fno-math-errno -fno-trapping-math -shared -fPIC "
-    "-Wno-psabi"
-).split()
+FLAGS = [
+    *"-O2 -fno-tree-vectorize -fno-tree-slp-vectorize -march=native -fno-math-errno -fno-trapping-math".split(),
+    *("-shared", "-fPIC", "-Wno-psabi"),
+    *vector_functions(),
+]
 
 
 def extent(expr: Expr, sizes: Mapping[str, int]) -> int:

@@ -40,6 +40,9 @@ def bound_on_gpu(expression: str, dtype: torch.dtype = torch.float16) -> Bound:
         ("C[i,n] += M[i,n] * A[i,k] * B[k,n]", True),
         ("C[i,n] += A[i,k] * B[k,l] * D[l,n]", True),
         ("C[i,n] += A[i,k,l] * B[k,l,n]", True),
+        ("C[i,n] += exp(A[i,k] - M[i]) * B[k,n]", True),
+        # A library would form the second factor at every point.
+        ("C[i,n] += exp(A[i,k] - M[i]) * (B[k,n] / Z[i])", False),
         # A kernel reads the matrix once, as the library does, and needs no intermediate result.
         ("C[i] += A[i,k] * B[k]", False),
         ("C[i] += A[i,k] * B[i,k]", False),

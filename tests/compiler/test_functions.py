@@ -239,6 +239,31 @@ def test_gradients_of_generated_triton():
     assert_orders(orders(run, rounded(found, torch.float32), "XBW"), want, torch.float32)
 
 
+FINITE = [0.0, -0.0, 1e-30, -1e-30, 1e-4, -0.3, 0.62, 1.0, -2.5, 3.0, 7.0, -9.0, 20.0, -60.0, 80.0, 86.0, -88.0, 5e3]
+
+
+@pytest.mark.c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [1, 3, 7, 16, 61])
+@pytest.mark.parametrize(
+    "name", ["exp", "log", "sin", "cos", "tanh", "erf", "sigmoid", "silu", "softplus", "gelu", "rsqrt", "sqrt", "abs"]
+)
+def test_functions_of_vectors(name: str, length: int, dtype: torch.dtype):
+    """Functions of the C library, of whole vectors and of what is left: within some units in the last place."""
+    special = [float("nan"), float("inf"), -float("inf")] if name in ("exp", "log", "tanh", "erf", "sqrt") else []
+    numbers = torch.tensor([*special, *FINITE], dtype=dtype)
+    x = numbers.repeat(length)[torch.randperm(length * len(numbers))].reshape(-1, length)
+    in_c, exact = (
+        insum_nn.compile(f"Y[i,j] = {name}(X[i,j])", options=Options(backend=backend))(X=each)
+        for backend, each in (("c", x), ("eager", x.double()))
+    )
+    units = 8 * torch.finfo(dtype).eps
+    # The tail of gelu is a difference of like numbers.
+    torch.testing.assert_close(
+        in_c.double(), exact, rtol=units, atol=100 * units if name == "gelu" else 1e-37, equal_nan=True
+    )
+
+
 @pytest.mark.c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("text", ["relu(X[i])", "leaky_relu(X[i], 0.1)", "step(X[i])", "eq(X[i], W[i])", "sign(X[i])"])

@@ -386,7 +386,9 @@ class _Printer(Values):
                 self.write(store, row, own[number], totals[number])
 
     def totals(self, own: Sequence[Mapping[Slot, str]]) -> list[str]:
-        """The sums of all lanes, of several cells at a time."""
+        """The sums of all lanes, of several cells at a time; or their extrema."""
+        if self.mode != "add":
+            return list(map(self.extremum, own))
         found = [list[str]() for _ in own]
         for width in dict.fromkeys(slot.width for slot in own[0]):
             sums = [" + ".join(name for slot, name in each.items() if slot.width == width) for each in own]
@@ -403,6 +405,17 @@ class _Printer(Values):
                     found[at + place].append(name if count == 1 else f"{name}[{place}]")
                 at += count
         return [" + ".join(each) for each in found]
+
+    def extremum(self, own: Mapping[Slot, str]) -> str:
+        """The extremum of all lanes of a cell."""
+        found = ""
+        for width in dict.fromkeys(slot.width for slot in own):
+            first, *others = (name for slot, name in own.items() if slot.width == width)
+            for name in others:
+                first = f"{self.helpers.select(self.mode, width)}({first}, {name})"
+            first = f"{self.helpers.total(width, self.mode)}({first})"
+            found = f"{self.helpers.select(self.mode, 1)}({found}, {first})" if found else first
+        return found
 
     def terms_loop(self, number: int, pieces: Pieces) -> None:
         """The loops over terms, from one of them on."""
@@ -445,7 +458,7 @@ class _Printer(Values):
                 vectors = [self.vector(each, range_, row, slot) for each in lanes]
                 parts = [*([f"({scalar})"] if not vectors or scalar != one else []), *vectors]
                 # A function of what is read as 0 need not be 0.
-                zeroed = bool(vectors) and all(isinstance(each, Load) for each in lanes)
+                zeroed = self.mode == "add" and bool(vectors) and all(isinstance(each, Load) for each in lanes)
                 # Past the end only sums along the lanes count, which no number multiplies there.
                 zeroed = zeroed and not self.kernel.exact if range_ else zeroed and len(parts) == len(vectors)
                 term = self.limited(" * ".join(parts), bool(vectors), zeroed, range_, row, slot)
@@ -488,7 +501,7 @@ class _Printer(Values):
             term = f"{term} + {self.helpers.zero(slot.width)}"
         # Lanes that were read as 0 are multiplied by what may be infinite.
         if not zeroed and (range_ is not None or (slot.passes and self.reduces)):
-            term = f"{self.helpers.only(slot.width)}({term}{self.limits(range_, row, slot)})"
+            term = f"{self.helpers.only(slot.width, self.mode)}({term}{self.limits(range_, row, slot)})"
         return term
 
     def vector(self, value: Expr, range_: Range | None, row: int, slot: Slot) -> str:

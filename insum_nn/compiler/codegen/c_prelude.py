@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from string import Formatter
 
 from insum_nn.compiler.lang.combining import COMBINING, COMPARISONS
 from insum_nn.dtypes import Dtype, dtype_of
@@ -116,15 +117,24 @@ _PUT = {
 #endif
 }""",
 }
+# Functions of the C library, of which glibc has some for whole vectors: within 4 units in the last place.
+_OF_LIBRARY = ("exp", "log", "log1p", "sin", "cos", "tanh", "erf", "sqrt", "fabs")
+_VECTORIZED = _OF_LIBRARY[:7]
+# The processors that have them, and how glibc names them, by bytes of a vector.
+_VARIANTS = {16: ("__SSE4_1__", "b"), 32: ("__AVX2__", "d"), 64: ("__AVX512F__", "e")}
+# Those that are made of others, of a number or of a vector.
+_COMPOSED = {
+    "rsqrt": "1 / {sqrt}(x)",
+    "sigmoid": "1 / (1 + {exp}(-x))",
+    "silu": "x / (1 + {exp}(-x))",
+    "softplus": "{relu}(x) + {log1p}({exp}(-{abs}(x)))",
+    "gelu": "x * (1 + {erf}(x * ({t})0.70710678118654752)) / 2",
+}
 # Functions of x, and of y, as the language has them.
 _FUNCTIONS = {
-    **{name: f"__builtin_{name}{{f}}(x)" for name in ("exp", "log", "sqrt", "sin", "cos", "tanh", "erf")},
+    **{name: f"__builtin_{name}{{f}}(x)" for name in _OF_LIBRARY},
+    **_COMPOSED,
     "abs": "__builtin_fabs{f}(x)",
-    "rsqrt": "1 / __builtin_sqrt{f}(x)",
-    "sigmoid": "1 / (1 + __builtin_exp{f}(-x))",
-    "silu": "x / (1 + __builtin_exp{f}(-x))",
-    "softplus": "(x > 0 ? x : 0) + __builtin_log1p{f}(__builtin_exp{f}(-__builtin_fabs{f}(x)))",
-    "gelu": "x * (1 + __builtin_erf{f}(x * ({t})0.70710678118654752)) / 2",
     "relu": "x > 0 || x != x ? x : 0",
     "leaky_relu": "x > 0 ? x : x * y",
     "sign": "(x > 0) - (x < 0)",
@@ -132,8 +142,10 @@ _FUNCTIONS = {
     "eq": "x == y",
     **{dtype: f"get_{dtype}(put_{dtype}(x))" for dtype in _BITS},
 }
-# Those that select, of whole vectors `v` by masks `m`: lane by lane they take six times as long.
+# Those of whole vectors `v`, of which some select by masks `m`: lane by lane they take six times as long.
 _OF_VECTORS = {
+    **_COMPOSED,
+    "abs": "({v})(({m})x & ~({m})-({v}){{0}})",
     "relu": "({v})(({m})x & ((x > ({v}){{0}}) | (x != x)))",
     "leaky_relu": "({v})((({m})x & (x > ({v}){{0}})) | (({m})(x * y) & ~(x > ({v}){{0}})))",
     "step": "({v})(({m})(({v}){{0}} + 1) & (x > ({v}){{0}}))",
@@ -312,13 +324,18 @@ class Helpers:
         )
         return self.function(f"in{width}_{self.number.tag}", f"m{vector}", "long lo, long hi", body)
 
-    def only(self, width: int) -> str:
-        """A value in the lanes from `lo` to `hi`, 0 in the others."""
+    def only(self, width: int, combine: str) -> str:
+        """A value in the lanes from `lo` to `hi`, in the others what changes no sum, or no extremum."""
         vector, tag = self.vector(width), self.number.tag
-        body = "return lo <= 0 && hi > 0 ? a : 0;"
+        rest = "0" if combine == "add" else self.identity(combine)
+        body = f"return lo <= 0 && hi > 0 ? a : {rest};"
         if width > 1:
-            body = f"return lo <= 0 && hi >= {width} ? a : ({vector})((m{vector})a & {self.inside(width)}(lo, hi));"
-        return self.function(f"only{width}_{tag}", vector, f"{vector} a, long lo, long hi", body)
+            mask = f"m{vector}"
+            rest = "" if combine == "add" else f" | (({mask})({rest} + {self.zero(width)}) & ~m)"
+            body = f"if (lo <= 0 && hi >= {width}) return a; {mask} m = {self.inside(width)}(lo, hi); "
+            body += f"return ({vector})((({mask})a & m){rest});"
+        kind = "only" if combine == "add" else combine
+        return self.function(f"{kind}{width}_{tag}_of_some", vector, f"{vector} a, long lo, long hi", body)
 
     def highest(self, dtype: str) -> str:
         """The largest of some entries, and at least 0."""
@@ -341,18 +358,20 @@ class Helpers:
 
     # Arithmetic.
 
-    def total(self, width: int) -> str:
-        """The sum of the lanes: of halves, and of their halves."""
+    def total(self, width: int, combine: str = "add") -> str:
+        """The sum of the lanes, or their extremum: of halves, and of their halves."""
         vector, number = self.vector(width), self.number
         if width == 1:
             return ""
         half = self.vector(width // 2)
-        inner = self.total(width // 2)
+        inner = self.total(width // 2, combine)
+        both = "l + h" if combine == "add" else f"{self.select(combine, width // 2)}(l, h)"
         body = (
             f"{half} l, h; __builtin_memcpy(&l, &a, sizeof l); "
-            f"__builtin_memcpy(&h, (const char *)&a + sizeof l, sizeof h); return {inner}(l + h);"
+            f"__builtin_memcpy(&h, (const char *)&a + sizeof l, sizeof h); return {inner}({both});"
         )
-        return self.function(f"sum{width}_{number.tag}", number.number, f"{vector} a", body)
+        kind = "sum" if combine == "add" else f"{combine}_of"
+        return self.function(f"{kind}{width}_{number.tag}", number.number, f"{vector} a", body)
 
     def totals(self, count: int, width: int) -> str:
         """The sums of the lanes of each of several vectors, a power of two up to `width`: neighbours first."""
@@ -409,17 +428,28 @@ class Helpers:
         if name in _BITS:
             self.get(name)
             self.put(name)
+        suffix = "f" if number.number == "float" else ""
+        known = {"f": suffix, "t": number.number, "v": vector, "m": f"m{vector}"}
+
+        def of_values(text: str) -> str:
+            called = [each for _, each, *_ in Formatter().parse(text) if each and each not in known]
+            return f"return {text.format(**known, **{each: self.of_numbers(each, width) for each in called})};"
+
         names = "xy" if "y" in _FUNCTIONS[name].split("x", 1)[1] else "x"
-        text = _FUNCTIONS[name].format(f="f" if number.number == "float" else "", t=number.number)
-        arguments = ", ".join(f"{number.number} {each}" for each in names)
-        one = self.function(f"{name}_{number.tag}", number.number, arguments, f"return {text};")
-        if width == 1:
-            return one
-        body = f"for (int i = 0; i < {width}; i++) x[i] = {one}({', '.join(f'{each}[i]' for each in names)}); return x;"
-        if name in _OF_VECTORS:
-            body = f"return {_OF_VECTORS[name].format(v=vector, m=f'm{vector}')};"
+        if width == 1 or name in _OF_VECTORS:
+            body = of_values((_FUNCTIONS if width == 1 else _OF_VECTORS)[name])
+        else:
+            one = self.of_numbers(name, 1)
+            apart = ", ".join(f"{each}[i]" for each in names)
+            body = f"for (int i = 0; i < {width}; i++) x[i] = {one}({apart}); return x;"
+        bytes_ = width * number.bytes
+        if width > 1 and name in _VECTORIZED and bytes_ in _VARIANTS:
+            feature, variant = _VARIANTS[bytes_]
+            own = f"_ZGV{variant}N{width}v_{name}{suffix}"
+            own = f"extern {vector} {own}({vector}); return {own}(x);"
+            body = f"\n#if defined INSUM_VECTORS && defined {feature}\n  {own}\n#else\n  {body}\n#endif\n"
         arguments = ", ".join(f"{vector} {each}" for each in names)
-        return self.function(f"{name}{width}_{number.tag}", vector, arguments, body)
+        return self.function(f"{name}{'' if width == 1 else width}_{number.tag}", vector, arguments, body)
 
     # Writes.
 

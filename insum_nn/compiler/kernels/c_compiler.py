@@ -25,7 +25,7 @@ from typing import Any
 from insum_nn.compiler.kernels.background import processors
 from insum_nn.compiler.tuning.cache_folder import located, write
 
-__all__ = ["CFunction", "background", "find_compiler", "submit", "vector_bytes"]
+__all__ = ["CFunction", "background", "find_compiler", "submit", "vector_bytes", "vector_functions"]
 
 # Lanes and accumulators are explicit in the text, so nothing may reorder sums. No `-ffast-math`: a library linked with
 # it makes the whole process flush denormal numbers. gcc's own vectorizers gain nothing, and take most of the time.
@@ -57,8 +57,21 @@ def _find(named: str | None) -> tuple[str, ...] | None:
         if path is not None:
             # An interpreted or cross-compiled environment may know no native processor.
             native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-            return (path, *_FLAGS, native)
+            return (path, *_FLAGS, native, *vector_functions())
     return None
+
+
+@functools.cache
+def vector_functions() -> tuple[str, ...]:
+    """The flag by which generated C calls glibc's functions of whole vectors, where it has them all.
+
+    Loaded here, they are found by every library that calls them: no path of the linker has to have them.
+    """
+    try:
+        found = hasattr(ctypes.CDLL("libmvec.so.1", mode=ctypes.RTLD_GLOBAL), "_ZGVdN8v_erff")
+    except OSError:
+        found = False
+    return ("-DINSUM_VECTORS",) if found else ()
 
 
 @functools.cache

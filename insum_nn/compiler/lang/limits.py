@@ -114,9 +114,11 @@ def limits_of_extents(bound: Bound, tables: frozenset[str], features: float) -> 
 def _is_of_model(layout: Layout, index: str) -> bool:
     """Whether an index of no index tensor is behind the first axis of some tensor, or inside of rows that are written.
 
-    So are dense feature axes.
+    So are dense feature axes; and one that is alone along no axis is of a window.
     """
     places, written = layout.plain[layout.indices.index(index)], layout.output_plain
     if any(layout.tensors[where] in layout.index_tensors for where, _ in places):
         return False
+    if not places and index not in written:
+        return True
     return any(axis > 0 for _, axis in places) or (index in written and None in written[: written.index(index)])

@@ -9,7 +9,7 @@ import torch
 from insum_nn.compiler.kernels import launch
 from insum_nn.compiler.kernels.c_compiler import find_compiler
 from insum_nn.compiler.lang.bind import Bound
-from insum_nn.compiler.lang.syntax import Statement
+from insum_nn.compiler.lang.syntax import Access, Statement, leaves
 from insum_nn.compiler.options import Options
 from insum_nn.errors import InsumBackendError
 
@@ -40,11 +40,11 @@ def is_matrix_product(statement: Statement) -> bool:
     Two factors share an index that is summed and have one each that the other lacks; nothing is gathered or scattered.
     A product of a matrix and a vector, or of rows, is bound by memory, and a generated kernel reads it once.
     """
-    accesses = (statement.output, *statement.reads)
-    plain = [[subscript.plain for subscript in access.subscripts] for access in accesses]
+    factors = [[access for access in leaves(each) if isinstance(access, Access)] for each in statement.factors]
+    plain = [[subscript.plain for subscript in access.subscripts] for access in statement.accesses()]
     if not statement.combining.adds or any(None in names or len(set(names)) < len(names) for names in plain):
         return False
-    written, *read = (set(names) for names in plain)
+    written, *read = ({i.name for access in each for i in access.indices()} for each in ([statement.output], *factors))
     return any((a & b) - written and a - b and b - a for a, b in itertools.combinations(read, 2))
 
 

@@ -104,7 +104,7 @@ def _lanes(loops: Sequence[Loop], stores: Sequence[Store], bounds: set[Index], w
         conditions = [c for store in stores for c in conjuncts(store.where) if index in indices_in(c)]
         if loop.begin is not Const(0) or index in bounds or index in (ENTRY, ROW) or extent_of(loop) == 0:
             return None
-        if not all(_bounds_range(c, index) for c in conditions) or (selects and (conditions or loop.role == "sum")):
+        if not all(_bounds_range(c, index) for c in conditions) or (selects and conditions):
             return None
         total = 1.5 if loop.role == "sum" else 0.0
         for value in values:
