@@ -23,9 +23,9 @@ from insum_nn.compiler.lang.epilogue import Epilogue
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.lang.syntax import Statement
 from insum_nn.compiler.passes.cpu.group_entries import group_entries
-from insum_nn.compiler.passes.cpu.written_cells import written_cells
 from insum_nn.compiler.passes.gather_writes import gather_writes
 from insum_nn.compiler.passes.pipeline import lower
+from insum_nn.compiler.passes.written_cells import written_cells
 from insum_nn.dtypes import VALUE_DTYPES, dtype_of
 from insum_nn.facts import IndexFacts
 from tests.compiler.c_driver import (
@@ -405,6 +405,13 @@ def test_extrema_keep_what_is_no_number(operator: str, tmp_path: Path):
         case_of(parse(f"Y[R[p],n] {operator} V[p,n]"), {"V": v, "R": row}, out_shape=(12, None)),
         case_of(parse(f"Y[R[p]] {operator} V[p,n]"), {"V": v, "R": row}, out_shape=(12,)),
         case_of(parse(f"Y[p+n] {operator} V[p,n]"), {"V": v}, out_shape=(45,)),
+        *(
+            case_of(parse(f"{y} {operator} {value}"), {"V": each}, fixed=fixed)
+            for each in (v, v.repeat(1, 19), v[:, :5].double(), v[:, :0])
+            for y in ("Y[p]", "Y")
+            for value in ("V[p,n]", "-2 * abs(V[p,n])")
+            for fixed in ("", "n")
+        ),
         case_of(
             parse(f"Y[p,n] {operator} V[p+q-1,n+r-1]"),
             {"V": v},

@@ -56,6 +56,24 @@ def test_sizes_alone_give_a_schedule():
     assert schedule == Schedule(m=2, n=64, k=8, warps=1, chunk=64)
 
 
+@pytest.mark.parametrize(
+    ("text", "shape", "programs", "parts"),
+    [
+        ("Y[n] min= X[n,m]", (8000, 8000), 2000, 1),
+        ("Y[n] max= X[n,m]", (300, 100_000), 75, 109),
+        ("Y += X[n,m]", (800_000, 64), 1, 4096),
+        ("Y[n] += X[n,m]", (800_000, 64), 25_000, 1),
+    ],
+)
+def test_dense_reductions_fill_the_device(text: str, shape: tuple[int, int], programs: int, parts: int):
+    bound = bind(parse(text), {"X": torch.zeros(2, 2)}, None)
+    bound = replace(bound, static=(("m", 64),) if shape[1] == 64 else ())
+    output = shape[:1] if "Y[n]" in text else ()
+    form = make_form(bound, dict(zip("nm", shape, strict=True)), output, {}, deterministic=False)
+    schedule = default_schedule(form)
+    assert (-(-(output or (1,))[0] // schedule.m), schedule.splits) == (programs, parts)
+
+
 def written(expression: str, points: int, copies: int, samples: int = 10_000) -> Form:
     """Products of matrices of so many copies, one for each of the points, whose tables are written out."""
     shapes = {"X": (2, points, copies), "Y": (2, points, copies), "W": (points, copies, copies)}

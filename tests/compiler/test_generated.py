@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import math
 import re
 import sys
 import weakref
@@ -27,6 +28,7 @@ from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.kernels import launch as launch_module
 from insum_nn.compiler.kernels import sized
 from insum_nn.compiler.lang.parser import parse
+from insum_nn.compiler.schedule import device as devices
 from insum_nn.compiler.schedule import tune
 from insum_nn.compiler.schedule.candidates import candidates
 from insum_nn.compiler.schedule.defaults import default_schedule
@@ -576,13 +578,13 @@ def test_deterministic_sums_of_what_has_no_order():
 @pytest.mark.parametrize(
     ("expression", "values", "reason"),
     [
-        ("y[i,i] max= A[i,j]", torch.randn(2, 3), "several terms meet in one cell"),
+        ("y[2*i+3*j] max= A[i,j]", torch.randn(2, 3), "several terms meet in one cell"),
         ("y[i] += A[i,j]", torch.ones(2, 3, dtype=torch.int64), "factors are integers"),
     ],
 )
 def test_refusals_name_the_reason(expression: str, values: Tensor, reason: str):
     with pytest.raises(InsumFormatError, match=reason):
-        insum_nn.insum(expression, A=values, options=GENERATED, out_shape=(4,) if "+j" in expression else None)
+        insum_nn.insum(expression, A=values, options=GENERATED, out_shape=(9,) if "+3" in expression else None)
 
 
 def test_without_the_interpreter_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -596,7 +598,7 @@ def test_without_the_interpreter_the_cpu_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def refused(program: RandomProgram) -> bool:
-    """Whether the statement is of a kind that the generator does not do."""
+    """Whether the statement is of a kind of which the generator does not do all."""
     statement = parse(program.expression)
     return statement.operator in ("max=", "min=") or not statement.reads
 
@@ -612,17 +614,17 @@ def refuses(program: RandomProgram) -> bool:
 
 @pytest.mark.parametrize("number", range(4))
 def test_random_programs(number: int):
-    """200 programs: those that sum run and agree, the others are refused by name."""
+    """200 programs: those that sum run and agree, the others do too or are refused by name."""
     generated = refusals = 0
     for seed in range(50 * number, 50 * (number + 1)):
         program = random_program(seed)
-        if refused(program):
-            refusals += refuses(program)
+        if refused(program) and refuses(program):
+            refusals += 1
             continue
         assert_close_to_reference(program, run(program, GENERATED))
         generated += 1
     assert generated >= 20
-    assert refusals >= 10
+    assert refusals >= 4
 
 
 def test_gradients_of_random_programs():
@@ -726,3 +728,79 @@ def test_a_kernel_is_written_once_for_sizes_within_a_factor_of_two(monkeypatch: 
         torch.testing.assert_close(got, torch.zeros(5, 3).index_add(0, t["Row"], t["Val"][:, None] * t["B"][t["Col"]]))
     # Once where no row is divided.
     assert len(written) == len(set(written)) <= 2
+
+
+# Extrema of which several programs have parts.
+
+PARTS_OF_EXTREMA = {
+    "divided rows": Schedule(n=4, k=2, chunk=3),
+    "rows and terms on lanes": Schedule(m=2, n=4, k=4, chunk=2),
+    "one long reduction": Schedule(n=4, k=2, splits=5),
+}
+EXTREMA = {
+    "rows": ("Y[Row[e],f] {} Val[e] * X[Col[e],f]", (7, 5)),
+    "groups in rows": ("Y[Row[g],f] {} Val[g,q] * X[Col[g,q],f]", (7, 5)),
+    "rows behind another axis": ("Y[f,Row[e]] {} X[Col[e],f] * Val[e]", (5, 7)),
+    "numbers": ("Y[Row[e]] {} Val[e]", (7,)),
+    "columns": ("Y[f] {} X[Col[e],f] * Val[e]", (5,)),
+    "one number": ("Y {} X[Col[e],f] * Val[e]", ()),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMA)
+@pytest.mark.parametrize("operator", ["max=", "min="])
+@pytest.mark.parametrize("which", PARTS_OF_EXTREMA)
+def test_extrema_whose_terms_are_divided_among_programs(
+    name: str, operator: str, which: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Also of terms that are infinite, NaN or missing, of a long row that has none, and with an initial value."""
+    torch.manual_seed(3)
+    text, shape = EXTREMA[name]
+    grouped = (26, 3) if "q" in text else (57,)
+    row = torch.where(torch.arange(grouped[0]) < 20, 2, torch.randint(0, 5, grouped[:1]))
+    row = torch.where(torch.rand(grouped[0]) < 0.2, -1, row)
+    column = torch.where(torch.rand(grouped) < 0.3, -1, torch.randint(0, 6, grouped))
+    of_row = row == 2 if len(grouped) == 1 else (row == 2)[:, None]
+    x = torch.randn(6, 5)
+    x[4, 1], x[:, 3] = math.nan, -math.inf if operator == "max=" else math.inf
+    insum_nn.clear_cache()
+    monkeypatch.setattr(devices, "default_schedule", lambda _: PARTS_OF_EXTREMA[which])
+    for columns, dtype, initial, activation in (
+        (column, torch.float32, False, None),
+        (column, torch.float32, True, None),
+        (torch.full_like(column, -1), torch.float64, False, None),
+        (torch.where(of_row, -1, column), torch.float16, False, "relu"),
+        (torch.where(of_row, -1, column), torch.float32, True, "relu"),
+        (column.clamp(0), torch.float32, False, None),
+    ):
+        given = {"Row": row, "Col": columns, "Val": torch.rand(grouped).add(0.5).to(dtype), "X": x.to(dtype)}
+        tensors = {each: tensor for each, tensor in given.items() if f"{each}[" in text}
+        if initial:
+            tensors["Y"] = torch.randn(shape).to(dtype)
+        program = insum_nn.compile(
+            text.format(operator), out_shape=None if initial else shape, activation=activation, options=GENERATED
+        )
+        got, want = program(tensors=tensors), program.reference(tensors=tensors)
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "shape", "strategy"),
+    [
+        ("Y[b,2*h+p,2*w+q] += X[b,h,w,p,q]", (2, 3, 4, 2, 2), (2, 6, 8), "place"),
+        ("Y[b,2*h+p,2*w+q] += X[b,h,w,p,q]", (2, 3, 4, 2, 2), (2, 7, 9), "place"),
+        ("Y[b,2*h+p,2*w+q] += X[b,h,w,p,q]", (2, 3, 4, 3, 2), (2, 7, 8), "atomic"),
+        ("Y[3*h+p,3*w+q] += X[h,w,p,q]", (40, 70, 2, 2), (120, 210), "place"),
+        ("Y[h,h,w] += X[h,w]", (5, 4), (5, 5, 4), "place"),
+        ("Y[h,2*h+w] += X[h,w]", (5, 4), (5, 12), "atomic"),
+    ],
+)
+def test_affine_writes_of_which_no_two_meet(
+    text: str, x: tuple[int, ...], shape: tuple[int, ...], strategy: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Each is stored, among cells that are 0: as of the gradient of pooling, and of pixels that are put together."""
+    program = insum_nn.compile(text, out_shape=shape, options=GENERATED)
+    for numbers in (torch.randn(x), torch.randn((*reversed(x),)).permute(*reversed(range(len(x))))):
+        got = program(X=numbers)
+        torch.testing.assert_close(got.double(), program.reference(X=numbers), rtol=1e-6, atol=1e-6)
+    assert f"combine: {strategy}" in str(program.explain(X=torch.randn(x)))

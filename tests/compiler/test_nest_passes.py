@@ -22,8 +22,6 @@ from insum_nn.compiler.lang.bind import Extents, bind, layout_of
 from insum_nn.compiler.lang.interpreter import interpret
 from insum_nn.compiler.lang.shapes import resolve_extents
 from insum_nn.compiler.passes import unify_variants as unify_variants_module
-from insum_nn.compiler.passes.lane_sums import lane_sums
-from insum_nn.compiler.passes.sum_terms import Sums
 from insum_nn.compiler.passes.unify_variants import switch, unify_variants
 from insum_nn.compiler.runtime.dispatch import parse_cached
 from insum_nn.compiler.schedule.form import Form, FormError, make_form
@@ -274,13 +272,3 @@ def test_a_condition_masks_the_load_of_a_side_of_a_matrix_product():
 def test_triton_writes_every_operation():
     # Library calls alone have to multiply by something where a statement only counts.
     assert {*triton_values._TEXT} == {*OPERATIONS} - {"one"}
-
-
-def test_lanes_of_a_sum_keep_its_conditions():
-    total, index = Buffer("acc", "float32", (), local=True), Index("d")
-    stepped = Loop(index, Const(16), Const(32), "tile", ())
-    inside = Op("lt", (index, Const(20)))
-    _, (store,), _ = lane_sums(Sums([total], (Store(total, (), Const(1.0), "add", inside),)), stepped, 16)
-    assert isinstance(store, Store)
-    assert store.where == inside
-    assert store.subscripts == (Op("sub", (index, Const(16))),)

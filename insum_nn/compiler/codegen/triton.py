@@ -31,10 +31,10 @@ from insum_nn.compiler.ir.nodes import (
     conjuncts,
     walk,
 )
-from insum_nn.compiler.lang.combining import COMPARISONS, selecting
+from insum_nn.compiler.lang.combining import COMPARISONS, Combining, selecting
 from insum_nn.dtypes import dtype_of
 
-__all__ = ["TritonKernel", "print_kernel"]
+__all__ = ["TritonKernel", "chooser", "print_kernel"]
 
 
 # Lines of all parts of a kernel from which they are functions of their own.
@@ -59,6 +59,11 @@ def {name}(one, other):
     return tl.where((one {sign} other) | (one != one), one, other)
 
 """
+
+
+def chooser(mode: Combining) -> str:
+    """The function, `max_of` or `min_of`, that selects one of two numbers, one that is NaN first."""
+    return _CHOSEN.format(name=f"{mode.name}_of", sign=COMPARISONS[mode.name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,8 +358,7 @@ class _Printer(Values):
             self.line(f"{name} += {self.spread(total, axes)}")
             return
         # What is no number stays, as in torch's own, and lanes of no term change nothing.
-        chosen = f"{mode.name}_of"
-        self.helpers[_CHOSEN.format(name=chosen, sign=COMPARISONS[mode.name])] = None
+        self.helpers[chooser(mode)], chosen = None, f"{mode.name}_of"
         total = self.reduced(Value(text, whole), inner, f"reduce:{chosen}")
         self.line(f"{name} = {chosen}({name}, {self.spread(total, axes)})")
 

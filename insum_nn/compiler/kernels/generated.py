@@ -135,7 +135,7 @@ class Generated:
         sources = [kernel.source] if math.prod(extents.output) else []
         if sources and partition is not None and partition.slots:
             cells = [*extents.output[: form.row_axis], *extents.output[form.row_axis + 1 :]]
-            sources.append(collection_of(math.prod(cells), kernel.source.accumulator))
+            sources.append(collection_of(math.prod(cells), kernel.source.accumulator, kernel.mode))
         schedule = ("schedule", str(chosen.candidate), chosen.reason)
         choices = (_combining(form), *_by_key(form), schedule, *_unrolled(form))
         return Description(str(chosen.candidate), tuple(sources), choices, "\n".join(kernel.host_code()))

@@ -70,6 +70,7 @@ class UnsizedKernel:
         source: its text.
         numbers: its arguments.
         dtype: of the output.
+        mode: how it combines the terms of a cell.
         fills: whether it writes every cell of the output.
         further: the memory of further outputs.
     """
@@ -80,7 +81,9 @@ class UnsizedKernel:
             ("kernel", schedule, strides, precision), lambda: write_kernel(form, schedule, strides, precision)
         )
         self.numbers = Numbers(form.bound, source.arguments, source.grid, source.sizes)
-        self.dtype = form.bound.out_dtype
+        self.dtype, self.mode = form.bound.out_dtype, form.bound.statement.combining
+        # Of an extremum, a part is a pair: that of its terms, and a flag.
+        self._pair = () if self.mode.adds else (2,)
         self.further = memory_of(form, source.schedule)
         self.fills = coverage_of(form)
         self._ranges = [argument.kind for argument in source.arguments if argument.kind in _RANGES]
@@ -165,15 +168,18 @@ class UnsizedKernel:
         return [*lines, "return made if whole else kernel.finished(made, initial)"]
 
     def _dividing(self, covered: str) -> tuple[list[str], list[str]]:
-        """Return the lines that make memory for the parts of divided rows, and those that add these up."""
+        """Return the lines that make memory for the parts of divided rows, and those that combine these."""
         if not self.strides.split:
             return [], []
         axis, rank = self.form.row_axis, len(self.form.bound.layout.output_places)
         behind = [f"o{at}" for at in range(axis + 1, rank)]
         others = [f"o{at}" for at in range(axis)] + behind
-        made = f"{''.join(f'{each}, ' for each in others)}), dtype={self.source.accumulator}, device=device)"
+        shape = "".join(f"{each}, " for each in (*self._pair, *others))
+        made = f"{shape}), dtype={self.source.accumulator}, device=device)"
         cells, inner = " * ".join(others) or "1", " * ".join(behind) or "1"
-        alone = "initial is None" if self.form.bound.epilogue.activation is None else "False"
+        # The initial value is a term of each part of an extremum.
+        alone = "initial is None" if self.mode.adds else "True"
+        alone = alone if self.form.bound.epilogue.activation is None else "False"
         rows = f"partition.divided, partition.first, {cells}, {inner}, o{axis} * {inner}"
         return [f"workspace = (torch.empty if {covered} else torch.zeros)((partition.slots, {made}"], [
             f"if partition.slots and {alone}:",
@@ -222,10 +228,10 @@ class UnsizedKernel:
             self._loaded[key] = loaded
 
     def further_launches(self, partition: RowPartition | None) -> int:
-        """What a call launches in addition: sums of divided rows and of the parts of one sum, and their dtype."""
+        """What a call launches in addition: for divided rows, the parts of one sum or extremum, and their dtype."""
         divided = partition is not None and partition.slots > 0
         split = self.source.schedule.splits > 1
-        return divided + split + (split and self.source.accumulator != self.dtype)
+        return divided + split * (1 if self.mode.adds else 3) + (split and self.source.accumulator != self.dtype)
 
     def additional(self, tensors: Sequence[Tensor], partition: RowPartition | None) -> list[Tensor]:
         """Memory for further outputs: empty where every cell is written, once."""
@@ -240,7 +246,7 @@ class UnsizedKernel:
     def collect(
         self, workspace: Tensor, output: Tensor, rows: Tensor, first: Tensor, cells: int, inner: int, step: int
     ) -> None:
-        """Add up the parts of divided rows, and write the sums to their rows.
+        """Combine the parts of divided rows, and write the sums or extrema to their rows.
 
         Args:
             workspace: the parts.
@@ -257,7 +263,7 @@ class UnsizedKernel:
             key = (block, output.dtype, output.device)
             launch = self._launches.get(key)
             if launch is None:
-                source = collection_of(cells, workspace.dtype)
+                source = collection_of(cells, workspace.dtype, self.mode)
                 launch = launcher(source, _types(arguments), (), output.device, self.strides.wide)
                 self._launches[key] = launch
             launch(arguments, count * -(-cells // block))
@@ -265,15 +271,16 @@ class UnsizedKernel:
     def add_divided(
         self, made: Tensor, workspace: Tensor, initial: Tensor | None, partition: RowPartition, output: tuple[int, ...]
     ) -> None:
-        """Add up the parts of divided rows, and write the sums to their rows, with what is added and done to them."""
+        """Combine the parts of divided rows, and write what they make to the rows, with what is done to it then."""
         rows, first, form = partition.divided, partition.first, self.form
         assert rows is not None
         assert first is not None
         axis, device = form.row_axis, workspace.device
-        sums = torch.empty((rows.shape[0], *workspace.shape[1:]), dtype=workspace.dtype, device=device)
-        cells = math.prod(workspace.shape[1:])
+        shape = workspace.shape[1 + len(self._pair) :]
+        sums = torch.empty((rows.shape[0], *shape), dtype=workspace.dtype, device=device)
+        cells = math.prod(shape)
         self.collect(workspace, sums, torch.arange(rows.shape[0], device=device), first, cells, cells, 0)
-        if initial is not None:
+        if initial is not None and self.mode.adds:
             sums = sums + initial.expand(output).movedim(axis, 0).index_select(0, rows)
         sums = form.bound.epilogue.activated(sums)
         made.movedim(axis, 0).index_copy_(0, rows, sums.to(made.dtype))
@@ -285,7 +292,7 @@ class UnsizedKernel:
         """
         source, dtype = self.source, self.dtype
         if source.schedule.splits > 1:
-            shape = (source.schedule.splits, *output)
+            shape = (source.schedule.splits, *self._pair, *output)
             return (torch.empty if covered else torch.zeros)(shape, dtype=source.accumulator, device=device)
         dtype = dtype if source.finished else source.accumulator
         if initial is None:
@@ -297,8 +304,11 @@ class UnsizedKernel:
 
     def finished(self, made: Tensor, initial: Tensor | None) -> Tensor:
         """The output, from what the kernel wrote to `memory`."""
-        if self.source.schedule.splits > 1:
+        if self.source.schedule.splits > 1 and self.mode.adds:
             made = made.sum(0) if initial is None else made.sum(0).add_(initial)
+        elif self.source.schedule.splits > 1:
+            made, flag = self.mode.reduce(made, 0)
+            made = made.where(flag != 0, 0.0)
         if not self.source.finished:
             made = self.form.bound.epilogue.activated(made)
         return made if made.dtype == self.dtype else made.to(self.dtype)

@@ -33,6 +33,9 @@ def selected(cells: Sequence[Cell], space: Space, mode: Combine) -> Sums:
                 value = factor if value is Const(1.0, "float64") else Op("mul", (value, factor))
             where = conjunction([*term.conditions, *space.past_ends])
             body += [Store(cell.total, (), value, mode, where), Store(live, (), Const(1), "max", where)]
-        found.totals.append(select([Op("less", (Const(0), Load(live, ())))], Load(cell.total, ())))
+        total, seen = Load(cell.total, ()), Load(live, ())
+        # The flag of several parts is the mode's own extremum of theirs.
+        flag = seen if mode == "max" else Op("sub", (Const(0), seen))
+        found.totals.append((select([Op("less", (Const(0), seen))], total), total, flag))
     found.body = tuple(body)
     return found

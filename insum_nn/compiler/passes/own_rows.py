@@ -50,12 +50,14 @@ class RowWalk:
         axis: the axis of the output that the rows are.
         entries: with rows: where an entry stands along each index of `row_index`.
         target: of divided rows: the row that a chunk's sum belongs to, or -1 minus its place among partial sums.
+        row: the row whose terms a program walks.
     """
 
     kernel: Kernel
     axis: int
     entries: tuple[Expr, ...] = ()
     target: Expr | None = None
+    row: Expr = ROW
 
 
 def own_rows(
@@ -138,4 +140,4 @@ def own_rows(
     read = {node.buffer for node in walk(*moved) if isinstance(node, Load)}
     inputs = tuple(b for b in kernel.inputs if b is not row_index.buffer or b in read)
     walked = Kernel((*inputs, *made), kernel.results, around(placed, tuple(moved)), kernel.exact)
-    return RowWalk(walked, axis, tuple(replacements[index] for index in entries), target)  # type: ignore[arg-type]
+    return RowWalk(walked, axis, tuple(replacements[index] for index in entries), target, owned)  # type: ignore[arg-type]

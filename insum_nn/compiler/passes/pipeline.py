@@ -3,10 +3,10 @@
 Both take the algorithm that `ir/build.py` made of a statement, whose static tables `unroll` made numbers. What they
 return is verified before it is printed; where `verifies` is set, as in tests, what each pass returns is.
 
-What else stands in `passes/` is called elsewhere. `tile` is made of `sum_terms`, `extrema`, `lane_sums` and
-`unify_variants`. `cut_products` and `split_static_tables` change statements before they become algorithms: see
-`runtime/statement_cuts.py`. By `fuse_outputs`, `schedule/additional.py` joins the algorithms of several
-outputs to one that `place` takes; by `gather_writes`, `schedule/form.py` makes those that cells or rows own.
+What else stands in `passes/` is called elsewhere. `tile` is made of `sum_terms`, `extrema` and `unify_variants`.
+`cut_products` and `split_static_tables` change statements before they become algorithms: see
+`runtime/statement_cuts.py`. By `fuse_outputs`, `schedule/additional.py` joins the algorithms of several outputs to one
+that `place` takes; by `gather_writes`, `schedule/form.py` makes those that cells or rows own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from insum_nn.compiler.passes.cpu.group_entries import group_entries, plain_entr
 from insum_nn.compiler.passes.cpu.pad_operands import pad_operands
 from insum_nn.compiler.passes.cpu.place_lanes import place_lanes
 from insum_nn.compiler.passes.cpu.transpose_operands import transpose_operands
-from insum_nn.compiler.passes.cpu.written_cells import written_cells
 from insum_nn.compiler.passes.gather_writes import gather_writes
 from insum_nn.compiler.passes.own_rows import RowWalk, own_rows
 from insum_nn.compiler.passes.tile import Tiler, Tiling
 from insum_nn.compiler.passes.tile_outputs import OutputsTiler
 from insum_nn.compiler.passes.unroll_static_tables import unroll_static_tables
+from insum_nn.compiler.passes.written_cells import written_cells
 from insum_nn.facts import StaticTable
 
 __all__ = ["lower", "place", "unroll"]

@@ -93,11 +93,14 @@ class Space:
 
 @dataclass(slots=True)
 class Sums:
-    """Accumulators, the statements inside of all loops, and each cell's value after them."""
+    """Accumulators, the statements inside of all loops, and what each cell's are after them.
+
+    That is its value; of an extremum also what parts of it are: the extremum, and a flag that says that it has a term.
+    """
 
     buffers: list[Buffer] = field(default_factory=list[Buffer])
     body: tuple[Stmt, ...] = ()
-    totals: list[Expr] = field(default_factory=list[Expr])
+    totals: list[tuple[Expr, ...]] = field(default_factory=list[tuple[Expr, ...]])
 
 
 def summed(cells: Sequence[Cell], space: Space, product: Sides | None, precision: Precision) -> Sums:
@@ -118,7 +121,7 @@ def summed(cells: Sequence[Cell], space: Space, product: Sides | None, precision
         value, where, settled = cell_sum(cell.terms, space)
         found.buffers.append(cell.total)
         body.append(Store(cell.total, (), value, "add", where))
-        found.totals.append(select(settled, Load(cell.total, ())))
+        found.totals.append((select(settled, Load(cell.total, ())),))
     found.body = tuple(body)
     return found
 
@@ -230,7 +233,7 @@ class _Products:
                 found.buffers.append(buffer)
                 body += stores
                 total = select([Op("less", (Const(0), Load(buffer, ())))], total)
-            found.totals.append(select(settled[cell.total], total))
+            found.totals.append((select(settled[cell.total], total),))
         found.body = tuple(body)
         return found
 

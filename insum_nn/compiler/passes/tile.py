@@ -50,7 +50,6 @@ from insum_nn.compiler.ir.nodes import (
 from insum_nn.compiler.ir.schedule import Schedule
 from insum_nn.compiler.lang.combining import selecting
 from insum_nn.compiler.passes.extrema import selected
-from insum_nn.compiler.passes.lane_sums import MOST, lane_sums
 from insum_nn.compiler.passes.own_rows import RowWalk
 from insum_nn.compiler.passes.sum_terms import Cell, Space, summed
 from insum_nn.compiler.passes.terms import term_of
@@ -231,8 +230,9 @@ class Tiler:
 
     def covers(self) -> bool:
         """Whether the subscripts alone show that every cell of the output is written."""
-        plain = all(isinstance(s, Index) for store in self.stores for s in store.subscripts)
-        return plain and self.tiling.combine == "set"
+        each = [store.subscripts for store in self.stores]
+        plain = all(isinstance(s, Index) for subscripts in each for s in subscripts)
+        return plain and len({*each[0]}) == len(each[0]) and self.tiling.combine == "set"
 
     def block(self, groups: Sequence[Sequence[Store]]) -> tuple[Stmt, ...]:
         """The tile for some of its cells."""
@@ -245,34 +245,14 @@ class Tiler:
             sums = summed(cells, space, self.tiling.product, self.tiling.precision)
         else:
             sums = selected(cells, space, mode.name)
-        before, body, after = tuple(map(Alloc, sums.buffers)), sums.body, ()
+        before = tuple(map(Alloc, sums.buffers))
         if mode is not None:
             allocs = [Alloc(b, 0 if b.dtype == "int32" else mode.identity) for b in sums.buffers]
             started = [each for group, cell in zip(groups, cells, strict=True) for each in self.started(group[0], cell)]
             before = (*allocs, *started)
-        elif self.adds_lanes_last(len(cells)):
-            before, body, after = lane_sums(sums, self.axes[K], self.tile_lanes(K))
         pairs = zip(groups, sums.totals, strict=True)
         stores = [each for group, total in pairs for each in self.stored(group[0], total)]
-        return self.with_tiles((*before, *self.summing(body), *after, *stores))
-
-    def adds_lanes_last(self, cells: int) -> bool:
-        """Whether each lane along a sum keeps its own until the end.
-
-        It pays where threads share a sum, as fewer rows and columns than threads tell, and where the sum takes many
-        steps, as rows of terms mostly do not. On an H200 products with weights of each sample took 0.37 and 0.77 of the
-        time, sampled products 0.80; convolutions in float64, of which each thread sums its own cells, 1.06 to 1.64.
-        """
-        lanes = self.tiling.k
-        threads = 32 * self.schedule.warps
-        own = math.prod(self.tile_lanes(axis) for axis in (M, N))
-        if lanes is None or self.tiling.product is not None or self.single(K, lanes) or own >= threads:
-            return False
-        static = all(isinstance(self.loops[name].end, Const) for name in lanes.indices)
-        return static and cells * own * self.tile_lanes(K) <= MOST * threads
-
-    def tile_lanes(self, axis: int) -> int:
-        return self.tiling.axes[axis].lanes if axis in self.axes else 1
+        return self.with_tiles((*before, *self.summing(sums.body), *stores))
 
     def with_tiles(self, inner: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         for number in (N, M):
@@ -403,18 +383,33 @@ class Tiler:
         return tuple(c for c in found if c in present)
 
     def parts(self, buffer: Buffer) -> Buffer:
-        """The output, or, of a sum that is split, the sums of its parts."""
+        """The output, or, of what several programs have parts of, these parts."""
         if self.schedule.splits == 1:
             return buffer
-        return Buffer(buffer.name, self.wide, (Const(self.schedule.splits), *buffer.shape))
+        return self.of_parts(buffer.name, Const(self.schedule.splits), buffer.shape)
+
+    def of_parts(self, name: str, count: Expr, shape: Sequence[Expr]) -> Buffer:
+        """Memory for parts of cells: of an extremum, the part and a flag."""
+        pair = () if selecting(self.stores[0].combine) is None else (Const(2),)
+        return Buffer(name, self.wide, (count, *pair, *shape))
+
+    def part(
+        self, buffer: Buffer, at: Expr, rest: Sequence[Expr], total: Sequence[Expr], where: Expr | None
+    ) -> tuple[Stmt, ...]:
+        """The statements that write a part of a cell."""
+        if len(total) == 1:
+            return (Store(buffer, (at, *rest), total[0], "set", where),)
+        values = enumerate(Cast(value, self.wide) for value in total[1:])
+        return tuple(Store(buffer, (at, Const(n), *rest), value, "set", where) for n, value in values)
 
     def started(self, store: Store, cell: Cell) -> list[Stmt]:
-        """The statements that make the initial value a term of an extremum."""
+        """The statements that make the initial value a term of an extremum, or of each part of it."""
         where = conjunction(self.address_of(store))
         live = Buffer(f"{cell.total.name}_live", "int32", (), local=True)
+        at_row = replacing({} if self.source.target is None else {self.source.target: self.source.row})
         return [
             each
-            for value in self.initial(store, where)
+            for value in self.initial(at_row(store), where)
             for each in (Store(cell.total, (), value, store.combine, where), Store(live, (), Const(1), "max", where))
         ]
 
@@ -423,13 +418,13 @@ class Tiler:
         found = [b for b in self.source.kernel.inputs if b.name == INITIAL]
         return [Cast(Load(buffer, store.subscripts, where), self.wide) for buffer in found]
 
-    def stored(self, store: Store, total: Expr) -> list[Stmt]:
+    def stored(self, store: Store, total: Sequence[Expr]) -> Sequence[Stmt]:
         """The statements that write a cell."""
         result = self.source.kernel.results[0]
         where = conjunction(self.address_of(store))
         if self.schedule.splits > 1:
-            return [Store(self.parts(result.buffer), (SPLIT, *store.subscripts), total, "set", where)]
-        subscripts, value, axis = store.subscripts, total, self.source.axis
+            return self.part(self.parts(result.buffer), SPLIT, store.subscripts, total, where)
+        subscripts, value, axis = store.subscripts, total[0], self.source.axis
         target = None if self.source.target is None else subscripts[axis]
         if self.tiling.combine == "add":
             return [Store(result.buffer, subscripts, value, "add", where)]
@@ -442,11 +437,9 @@ class Tiler:
         if target is None:
             return [whole]
         rest = [n for n in range(len(subscripts)) if n != axis]
-        shape = tuple(result.buffer.shape[n] for n in rest)
-        workspace = Buffer("workspace", self.wide, (Size("slots"), *shape))
-        slot: Expr = Op("sub", (Const(-1), target))
-        part = Store(workspace, (slot, *(subscripts[n] for n in rest)), total, "set", where)
-        return [If(Op("less", (target, Const(0))), (part,), (whole,))]
+        workspace = self.of_parts("workspace", Size("slots"), [result.buffer.shape[n] for n in rest])
+        part = self.part(workspace, Op("sub", (Const(-1), target)), [subscripts[n] for n in rest], total, where)
+        return [If(Op("less", (target, Const(0))), part, (whole,))]
 
 
 def _divided(cells: Sequence[Sequence[Store]], parts: int) -> list[list[Sequence[Store]]]:

@@ -75,7 +75,7 @@ class OutputsTiler(Tiler):
         stores = [
             each
             for cell in owned
-            for each in self.stored(cell.store, select(cell.settled, Load(cell.total, self.column(cell.total))))
+            for each in self.stored(cell.store, [select(cell.settled, Load(cell.total, self.column(cell.total)))])
         ]
         inner = self.summing((*(Alloc(cell.total, None) for cell in further), *body))
         inner = (*(Alloc(cell.total) for cell in owned), *inner, *self.columns(_together(stores)))

@@ -28,8 +28,6 @@ def candidates(form: Form) -> Iterator[Schedule]:
 
 
 def _varied(form: Form, base: Schedule) -> Iterator[Schedule]:
-    if not form.bound.statement.combining.adds:
-        return
     if form.additional or len(form.unrolled) > MANY_TERMS or (base.dot and form.accumulators > 1):
         yield from _near(form, base)
     elif base.dot:

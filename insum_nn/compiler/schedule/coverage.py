@@ -38,7 +38,7 @@ class Coverage(NamedTuple):
         parts = ["False"] if self.never else [f"output[{axis}] <= {length}" for axis, length in self.filled]
         if self.placed:
             # Unique, and as many as there are cells: every one of them.
-            entries = " * ".join([f"indices[{place}]" for place in self.entries])
+            entries = " * ".join([f"indices[{place}]" for place in self.entries]) or "1"
             parts.append(f"launch is None and {entries} == {' * '.join([f'output[{axis}]' for axis in self.placed])}")
         return " and ".join(parts) or "True"
 
@@ -60,6 +60,11 @@ def _covered(form: Form) -> Coverage:
     first = form.unrolled[0]
     reads = [[node for node, _ in atoms(subscript) if isinstance(node, Load)] for subscript in first.subscripts]
     numbered = [axis for axis, each in enumerate(reads) if not each and form.whole_axis(first, axis) is None]
+    each = [indices_in(subscript) for subscript in first.subscripts]
+    # Cells of a diagonal, and those that steps reach which no text knows.
+    shared = form.strategy == "place" and sum(map(len, each)) > len(frozenset().union(*each))
+    if shared or not {index.name for axis in numbered for index in each[axis]} <= {*form.static}:
+        return Coverage(never=True)
     targets = dict.fromkeys(tuple(store.subscripts[axis] for axis in numbered) for store in form.unrolled)
     cells = {
         c

@@ -26,6 +26,7 @@ from insum_nn.compiler.lang.syntax import Apply, Factor, Number, leaves
 from insum_nn.compiler.passes.gather_writes import cells_of, gather_writes
 from insum_nn.compiler.passes.pipeline import unroll
 from insum_nn.compiler.passes.terms import term_of
+from insum_nn.compiler.passes.written_cells import written_cells
 from insum_nn.compiler.schedule.choose_unrolling import Unrolling, choose_unrolling
 from insum_nn.compiler.schedule.output_strategy import OutputStrategy, in_order, output_strategy
 from insum_nn.compiler.schedule.plan import Plan
@@ -285,7 +286,10 @@ def make_form(
     unrolling = cache(lambda: choose_unrolling(bound, tables))
     strategy, axis, static, unrolled = plan.get("combine", lambda: _combined(bound, unrolling()))
     kernel, cells = build(bound), dict[str, int]()
-    if gathered and not unrolled:
+    if strategy == "atomic" and not unrolled and plan.get("once", lambda: written_cells(kernel).once):
+        # Affine subscripts of which no two are the same cell.
+        strategy = "place"
+    elif gathered and not unrolled:
         kernel = gather_writes(kernel)
         cells = cells_of(kernel)
         plan = plan.at(gathered=True)
