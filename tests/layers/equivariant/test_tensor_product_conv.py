@@ -131,7 +131,7 @@ def test_gradients_that_are_made_together(learned: str):
         assert_matches(got, want, dtype=torch.float64, kind="sum", scale=float(want.abs().max()))
     (joint,) = joints_of(layout_of(conv._text), learned, inputs[0].device, torch.float64)
     assert "".join(joint.roles) == learned
-    reasons = [artifact.reason for artifact in joint.graph._artifacts.values()]
+    reasons = [artifact.reason for artifact in joint.graph.artifacts.values()]
     assert [reason.partition(":")[0] for reason in reasons] == ["together"] * (len(learned) > 1)
 
 
