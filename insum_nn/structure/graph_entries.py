@@ -91,7 +91,7 @@ def ends_of(edge_index: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
 
 def with_self_loops(
     edge_index: Tensor, num_nodes: int, *, kept: bool = True, fixed_size: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Return the edges of a graph that are no self-loops, then one self-loop of each node.
 
     Args:
@@ -102,20 +102,23 @@ def with_self_loops(
             them the weight 0.
 
     Returns:
-        (2, p) int64 edges; and (p,) which edge's weight each has, the number of edges for a self-loop of no edge.
+        (2, p) int64 edges; and (p,) which edge's weight each has, the number of edges for a self-loop of no edge; `None`
+        where none is kept.
 
     >>> edges, number = with_self_loops(torch.tensor([[0, 1, 1], [1, 1, 0]]), 3)
     >>> edges.tolist(), number.tolist()
     ([[0, 1, 0, 1, 2], [1, 0, 0, 1, 2]], [0, 2, 3, 1, 3])
     """
     edge_index, num_edges = edge_index.long(), edge_index.shape[1]
-    nodes, numbers = (torch.arange(count, device=edge_index.device) for count in (num_nodes, num_edges))
-    is_loop, own = edge_index[0] == edge_index[1], torch.full_like(nodes, num_edges)
+    first, second = edge_index.unbind(0)
+    nodes, apart, own = torch.arange(num_nodes, device=first.device), first != second, None
+    numbers = torch.arange(num_edges, device=first.device) if kept else apart
     if kept:
         # Of duplicates the last one counts, in whatever order the device writes: the largest number wins.
-        last = torch.full_like(nodes, -1).scatter_reduce(0, edge_index[0], torch.where(is_loop, numbers, -1), "amax")
+        last = torch.full_like(nodes, -1).scatter_reduce(0, first, torch.where(apart, -1, numbers), "amax")
         own = torch.where(last < 0, num_edges, last)
     if not fixed_size:
-        numbers = (~is_loop).nonzero().squeeze(1)
+        numbers = apart.nonzero().squeeze(1)
         edge_index = edge_index.index_select(1, numbers)
-    return torch.cat([edge_index, nodes.expand(2, -1)], dim=1), torch.cat([numbers, own])
+    edges = torch.cat([edge_index, nodes.expand(2, -1)], dim=1)
+    return edges, None if own is None else torch.cat([numbers, own])
