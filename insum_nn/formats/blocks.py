@@ -194,12 +194,20 @@ class BlockFormat(ThroughCOO):
         return cls._of(_coalesced(extents, *packed), index_dtype, **layout)
 
     @classmethod
-    def from_torch(cls, tensor: Tensor, *, block_shape: tuple[int, int] | None = None, **layout: Any) -> Self:
+    def from_torch(
+        cls,
+        tensor: Tensor,
+        *,
+        block_shape: tuple[int, int] | None = None,
+        index_dtype: torch.dtype | None = None,
+        **layout: Any,
+    ) -> Self:
         """Store a torch sparse matrix; BSR and BSC keep their blocks unless `block_shape` asks for others.
 
         See `COO.from_torch`, and `from_coo` for the other arguments.
         """
         convert.check_torch(tensor)
+        layout["index_dtype"] = index_dtype
         if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc):
             (row, col), values = convert.uncompressed(tensor), tensor.values()
             if block_shape is None or tuple(block_shape) == tuple(values.shape[1:]):

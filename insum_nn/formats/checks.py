@@ -143,12 +143,14 @@ def sorted_fault(field: str, tensor: Tensor) -> Fault | None:
         return None
     index = int(descents[0])
     position = _unravel(used[index + 1], tensor)
-    expected, fix = (
+    return Fault(
+        field,
+        "law",
         "ascending entries (its facts say sorted=True)",
-        "sort the entries with a builder, or set sorted=False",
+        f"{int(entries[index + 1])} at {_at(position)} after {int(entries[index])}",
+        "sort the entries with a builder, or set sorted=False in its IndexFacts.",
+        position,
     )
-    got = f"{int(entries[index + 1])} at {_at(position)} after {int(entries[index])}"
-    return Fault(field, "law", expected, got, f"{fix} in its IndexFacts.", position)
 
 
 def unique_fault(field: str, tensor: Tensor) -> Fault | None:
@@ -159,12 +161,14 @@ def unique_fault(field: str, tensor: Tensor) -> Fault | None:
     if repeats.numel() == 0:
         return None
     position = _unravel(repeats.min(), tensor)
-    expected, fix = (
+    return Fault(
+        field,
+        "law",
         "no value twice (its facts say unique=True)",
-        "merge the entries with a builder, or set unique=False",
+        f"{int(tensor[position])} again at {_at(position)}",
+        "merge the entries with a builder, or set unique=False in its IndexFacts.",
+        position,
     )
-    got = f"{int(tensor[position])} again at {_at(position)}"
-    return Fault(field, "law", expected, got, f"{fix} in its IndexFacts.", position)
 
 
 def _used(tensor: Tensor) -> tuple[Tensor, Tensor]:

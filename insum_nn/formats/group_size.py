@@ -50,7 +50,7 @@ def indirect_accesses(occupancy: Tensor | Sequence[int], group_size: int) -> int
     """
     size = _checked(group_size)
     counts = _counts(occupancy)
-    return (size + 1) * -int((-counts // size).sum().item())
+    return (size + 1) * int(_ceil_div(counts, size).sum().item())
 
 
 def estimate_group_size(nnz: int, num_nonempty_rows: int) -> float:
@@ -122,10 +122,15 @@ def choose_group_size(
     >>> choose_group_size([3, 1, 1, 2], measure=lambda g: 1.0 / g)
     2
     """
+    candidates = candidate_group_sizes(occupancy)
+    if len(candidates) == 1:
+        return candidates[0]
+    if measure is not None:
+        return min(candidates, key=measure)
     counts = _counts(occupancy)
-    candidates = candidate_group_sizes(counts)
-    cost = measure or (lambda size: indirect_accesses(counts, size))
-    return candidates[0] if len(candidates) == 1 else min(candidates, key=cost)
+    groups = torch.stack([_ceil_div(counts, size).sum() for size in candidates]).tolist()
+    costs = {size: (size + 1) * number for size, number in zip(candidates, groups, strict=True)}
+    return min(candidates, key=lambda size: costs[size])
 
 
 def resolve_group_size(group_size: GroupSize, occupancy: Tensor) -> int:
@@ -152,3 +157,7 @@ def _counts(occupancy: Tensor | Sequence[int]) -> Tensor:
     if isinstance(occupancy, Tensor):
         return occupancy.reshape(-1).to(torch.int64)
     return torch.tensor(list(occupancy), dtype=torch.int64)
+
+
+def _ceil_div(counts: Tensor, size: int) -> Tensor:
+    return (counts + (size - 1)) // size

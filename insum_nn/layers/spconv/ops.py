@@ -365,15 +365,28 @@ def implicit_gemm(
 
 
 def implicit_gemm_backward(
-    features: Tensor, filters: Tensor, out_bp: Tensor, pair_fwd: Tensor, *tables: Any, **named: Any
+    features: Tensor,
+    filters: Tensor,
+    out_bp: Tensor,
+    pair_fwd: Tensor,
+    pair_bwd: Tensor,
+    pair_mask_fwd_splits: list[Tensor],
+    pair_mask_bwd_splits: list[Tensor],
+    mask_argsort_fwd_splits: list[Tensor],
+    mask_argsort_bwd_splits: list[Tensor],
+    mask_output_fwd: Tensor | None,
+    masks: list[Any],
+    mask_width: int,
+    is_subm: bool,
+    timer: object = None,
+    fp32_accum: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `implicit_gemm` with respect to features and filters, from that of its result, `out_bp`.
 
-    The other arguments are those of spconv's function. Only `pair_fwd` and `fp32_accum`, the last, are read.
+    Of the tables only `pair_fwd` is read.
     """
-    accumulate = {"fp32_accum": named.get("fp32_accum", tables[10] if len(tables) > 10 else None)}
-    table: tuple[Any, ...] = (pair_fwd, [], [], out_bp.shape[0], [], False, False)
-    return _gradients(lambda x, w: implicit_gemm(x, w, *table, **accumulate)[0], features, filters, out_bp)
+    table = (pair_fwd, [], [], out_bp.shape[0], masks, False, is_subm, timer, fp32_accum)
+    return _gradients(lambda x, w: implicit_gemm(x, w, *table)[0], features, filters, out_bp)
 
 
 def indice_maxpool(features: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor, num_activate_out: int) -> Tensor:
