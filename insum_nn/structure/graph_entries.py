@@ -102,8 +102,8 @@ def with_self_loops(
             them the weight 0.
 
     Returns:
-        (2, p) int64 edges; and (p,) which edge's weight each has, the number of edges for a self-loop of no edge; `None`
-        where none is kept.
+        (2, p) int64 edges; and (p,) which edge's weight each has, the number of edges for a self-loop of no edge, or
+        `None` where none is kept.
 
     >>> edges, number = with_self_loops(torch.tensor([[0, 1, 1], [1, 1, 0]]), 3)
     >>> edges.tolist(), number.tolist()

@@ -91,9 +91,16 @@ class Linear(WeightedLayer, o3.Linear):
     def spec(self) -> TensorProductSpec:
         """The tensor product with the scalar 1 that it is."""
         in1, paths = self._paths()
-        parts = (in1, (Entry(1, 0, 1),), entries_of(self.irreps_out), paths)
-        layouts: dict[str, Any] = {"layout": self.layout_in, "out_layout": self.layout_out}
-        return TensorProductSpec(*parts, self.shared_weights, **layouts, options=self.options)
+        return TensorProductSpec(
+            in1,
+            (Entry(1, 0, 1),),
+            entries_of(self.irreps_out),
+            paths,
+            self.shared_weights,
+            layout=self.layout_in,
+            out_layout=self.layout_out,
+            options=self.options,
+        )
 
     def _paths(self) -> tuple[tuple[Entry, ...], tuple[Path, ...]]:
         """Return the entries of the input, and the paths, in the order of their weights.

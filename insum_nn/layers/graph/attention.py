@@ -169,8 +169,15 @@ class TransformerConv(_Attention, pyg.conv.TransformerConv):  # pyright: ignore[
         self._check_input(edge_index, size)
         edge_attr, ends = kwargs["edge_attr"], self._ends(edge_index)
         edge = None if self.lin_edge is None else self._edge_features(edge_attr)
-        query, key, value = (kwargs[name] for name in ("query", "key", "value"))
-        dropout = self.dropout if self.training else 0.0
-        how: dict[str, Any] = {"edge": edge, "dropout": dropout, "facts": FACTS, "options": self.options}
-        out, self._alpha = attention(query, key, value, ends["J"], ends["I"], **how)
+        out, self._alpha = attention(
+            kwargs["query"],
+            kwargs["key"],
+            kwargs["value"],
+            ends["J"],
+            ends["I"],
+            edge=edge,
+            dropout=self.dropout if self.training else 0.0,
+            facts=FACTS,
+            options=self.options,
+        )
         return out
