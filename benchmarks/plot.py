@@ -137,6 +137,7 @@ FAMILY_NAMES = {
     "peer_models": "models of other packages",
     "sgap": "sparse x dense matrix (widths)",
     "spmm": "sparse x dense matrix",
+    "statements": "plain statements",
     "subm_conv": "submanifold convolution",
     "subm_map": "kernel map of a convolution",
     "tp_conv": "tensor product along edges",

@@ -18,7 +18,7 @@ INT32_AXIS = 2**31
 """Entries that int32 tells apart."""
 INT64_MAX = 2**63 - 1
 """The largest number of int64."""
-# Longest sum over the slots of a group that is unrolled; longer ones keep a loop.
+# Longest sum over the slots of a group, or a window, that is unrolled; longer ones keep a loop.
 _MOST_SLOTS = 32
 
 
@@ -98,10 +98,11 @@ def limits_of_extents(bound: Bound, tables: frozenset[str], features: float) -> 
     """For each index whether it is compiled in at any extent, and the largest extent at which it is; -1: at none.
 
     Compiled in are extents of a model rather than of its data: those of all indices of static tables, by their names,
-    of slots of a group, and of dense feature axes, of at most so many `features`. Sizes alone decide, so that a call
-    runs the same code in every process, whatever ran before.
+    of slots of a group, of windows, which index no axis alone, and of dense feature axes, of at most so many `features`.
+    Sizes alone decide, so that a call runs the same code in every process, whatever ran before.
     """
-    layout, slots = bound.layout, slot_indices(bound)
+    layout, slots = bound.layout, {*slot_indices(bound)}
+    slots |= {n for n, at in zip(layout.indices, layout.plain, strict=True) if not at and n not in layout.output_plain}
     accesses = [access for access in bound.statement.accesses() if access.name in tables]
     always = {index.name for access in accesses for index in access.indices()}
     found: list[tuple[bool, float]] = []
@@ -114,11 +115,9 @@ def limits_of_extents(bound: Bound, tables: frozenset[str], features: float) -> 
 def _is_of_model(layout: Layout, index: str) -> bool:
     """Whether an index of no index tensor is behind the first axis of some tensor, or inside of rows that are written.
 
-    So are dense feature axes; and one that is alone along no axis is of a window.
+    So are dense feature axes.
     """
     places, written = layout.plain[layout.indices.index(index)], layout.output_plain
     if any(layout.tensors[where] in layout.index_tensors for where, _ in places):
         return False
-    if not places and index not in written:
-        return True
     return any(axis > 0 for _, axis in places) or (index in written and None in written[: written.index(index)])
