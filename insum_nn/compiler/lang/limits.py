@@ -98,8 +98,8 @@ def limits_of_extents(bound: Bound, tables: frozenset[str], features: float) -> 
     """For each index whether it is compiled in at any extent, and the largest extent at which it is; -1: at none.
 
     Compiled in are extents of a model rather than of its data: those of all indices of static tables, by their names,
-    of slots of a group, of windows, which index no axis alone, and of dense feature axes, of at most so many `features`.
-    Sizes alone decide, so that a call runs the same code in every process, whatever ran before.
+    of slots of a group, of windows, which index no axis alone, and of dense feature axes, of at most so many
+    `features`. Sizes alone decide, so that a call runs the same code in every process, whatever ran before.
     """
     layout, slots = bound.layout, {*slot_indices(bound)}
     slots |= {n for n, at in zip(layout.indices, layout.plain, strict=True) if not at and n not in layout.output_plain}
