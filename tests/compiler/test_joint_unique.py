@@ -151,7 +151,7 @@ VALUE = torch.ones(4)
         ("D[Row[p],Col[p]+1] += Val[p]", {"Row": (4,), "Col": (4,), "Val": (4,)}, "atomic"),
         ("D[Row[p],Col[p],p] += Val[p]", {"Row": (4,), "Col": (4,), "Val": (4,)}, "place"),
         ("D[Row[g,q],Col[q]] += Val[g,q]", {"Row": (4, 4), "Col": (4,), "Val": (4, 4)}, "atomic"),
-        ("D[Row[g,g],Col[g]] += Val[g]", {"Row": (4, 4), "Col": (4,), "Val": (4,)}, "atomic"),
+        ("D[Row[g,g],Col[g]] += Val[g]", {"Row": (4, 4), "Col": (4,), "Val": (4,)}, "place"),
     ],
 )
 def test_what_is_a_place(expression: str, shapes: dict[str, tuple[int, ...]], expected: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from insum_nn.compiler.ir.nodes import (
     Buffer,
@@ -28,6 +29,7 @@ from insum_nn.compiler.lang.derivative import roundings
 from insum_nn.compiler.lang.syntax import Access, Factor, Number, Statement, Subscript
 from insum_nn.compiler.lang.syntax import Index as IndexVariable
 from insum_nn.dtypes import is_widened
+from insum_nn.facts import IndexFacts
 
 __all__ = ["INITIAL", "OUTPUT", "Names", "build"]
 
@@ -51,6 +53,13 @@ class Names:
         entries = [name for name in statement.tensors() if name in index_tensors]
         self.tensors = {name: f"t{i}" for i, name in enumerate(values)} | {n: f"x{i}" for i, n in enumerate(entries)}
         self.indices = {name: _letter(i) for i, name in enumerate(statement.indices())}
+
+    def facts(self, facts: IndexFacts) -> IndexFacts:
+        """Return facts in canonical names; uniqueness together with a tensor that is not read says nothing."""
+        if not facts.unique_with:
+            return facts
+        all_read = all(name in self.tensors for name in facts.unique_with)
+        return replace(facts, unique_with=tuple(sorted(self.tensors[n] for n in facts.unique_with)) if all_read else ())
 
 
 def _letter(number: int) -> str:
@@ -84,7 +93,7 @@ class _Builder:
         kinds = zip(layout.tensors, bound.index_dtypes, bound.facts, layout.ranks, strict=True)
         for position, (name, dtype, facts, rank) in enumerate(kinds):
             own = tuple(self.axis(name, position, axis) for axis in range(rank))
-            self.buffers[name] = Buffer(self.names.tensors[name], show_dtype(dtype), own, facts)
+            self.buffers[name] = Buffer(self.names.tensors[name], show_dtype(dtype), own, self.names.facts(facts))
         shape = tuple(
             Size(f"{OUTPUT}_{axis}") if name is None else self.extent(name)
             for axis, name in enumerate(layout.output_plain)

@@ -64,17 +64,9 @@ def canonical(bound: Bound) -> Bound:
     return replace(
         bound,
         statement=_renamed(bound.statement),
-        facts=tuple(_facts(facts, names) for facts in bound.facts),
+        facts=tuple(map(names.facts, bound.facts)),
         static=tuple(sorted((names.indices[name], extent) for name, extent in bound.static)),
     )
-
-
-def _facts(facts: IndexFacts, names: Names) -> IndexFacts:
-    """Return facts in canonical names; uniqueness together with a tensor that is not read says nothing."""
-    if not facts.unique_with:
-        return facts
-    all_read = all(name in names.tensors for name in facts.unique_with)
-    return replace(facts, unique_with=tuple(sorted(names.tensors[n] for n in facts.unique_with)) if all_read else ())
 
 
 def canonical_tables(statement: Statement, tables: Tables) -> Tables:

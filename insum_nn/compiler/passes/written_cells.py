@@ -17,12 +17,18 @@ __all__ = ["written_cells"]
 _MOST = 100_000
 
 
-def written_cells(kernel: Kernel, entries: Sequence[Expr] = ()) -> WrittenCells:
-    """Compare the subscripts of all stores; `entries`: what an entry of a walk by rows stands at."""
+def written_cells(kernel: Kernel, entries: Sequence[Expr] = (), told: Iterable[Index] = ()) -> WrittenCells:
+    """Compare the subscripts of all stores.
+
+    Args:
+        kernel: the algorithm.
+        entries: what an entry of a walk by rows stands at.
+        told: indices no two values of which write one cell.
+    """
     loops = {loop.index: loop for loop in loops_of(kernel)}
     targets = [*dict.fromkeys(store.subscripts for store in stores_of(kernel))]
     free = {index for index, loop in loops.items() if loop.role == "free"}
-    known = _identified(targets[0], entries)
+    known = {*told, *_identified(targets[0], entries)}
     columns = zip(*targets, strict=True)
     apart = frozenset(c[0] for c in columns if isinstance(c[0], Index) and all(s is c[0] for s in c))
     # Entries stand for their rows.
@@ -34,9 +40,16 @@ def written_cells(kernel: Kernel, entries: Sequence[Expr] = ()) -> WrittenCells:
 def _identified(target: Sequence[Expr], entries: Sequence[Expr]) -> set[Index]:
     """The indices that follow from where a store writes."""
     found = {s for s in target if isinstance(s, Index)}
-    for s in target:
-        if isinstance(s, Load) and s.buffer.facts.unique and s.where is None:
-            found |= {index for index in s.subscripts if isinstance(index, Index)}
+    reads = [s for s in target if isinstance(s, Load) and s.where is None]
+    facts = [(read.buffer.name, read.buffer.facts) for read in reads]
+    unique = [{name, *f.unique_with} for name, f in facts if f.unique_with] + [{name} for name, f in facts if f.unique]
+    for names in unique:
+        group = [read for read in reads if read.buffer.name in names]
+        # An entry of each at every place of the longest one.
+        longest = max((each.subscripts for each in group), key=len)
+        together = all(longest[: len(each.subscripts)] == each.subscripts for each in group)
+        if together and {each.buffer.name for each in group} == names:
+            found |= {index for index in longest if isinstance(index, Index)}
     if entries and {*entries} <= {*target}:
         found.add(ENTRY)
     return found

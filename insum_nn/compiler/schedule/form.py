@@ -26,7 +26,6 @@ from insum_nn.compiler.lang.syntax import Apply, Factor, Number, leaves
 from insum_nn.compiler.passes.gather_writes import cells_of, gather_writes
 from insum_nn.compiler.passes.pipeline import unroll
 from insum_nn.compiler.passes.terms import term_of
-from insum_nn.compiler.passes.written_cells import written_cells
 from insum_nn.compiler.schedule.choose_unrolling import Unrolling, choose_unrolling
 from insum_nn.compiler.schedule.output_strategy import OutputStrategy, in_order, output_strategy
 from insum_nn.compiler.schedule.plan import Plan
@@ -284,16 +283,13 @@ def make_form(
     extents = Extents(tuple([sizes[name] for name in bound.layout.indices]), tuple(output))
     plan = Plan({**canonical_key(bound, tables), "bucket": list(size_bucket(extents))})
     unrolling = cache(lambda: choose_unrolling(bound, tables))
-    strategy, axis, static, unrolled = plan.get("combine", lambda: _combined(bound, unrolling()))
     kernel, cells = build(bound), dict[str, int]()
-    if strategy == "atomic" and not unrolled and plan.get("once", lambda: written_cells(kernel).once):
-        # Affine subscripts of which no two are the same cell.
-        strategy = "place"
-    elif gathered and not unrolled:
+    strategy, axis, static, unrolled = plan.get("combine", lambda: _combined(bound, unrolling(), kernel))
+    if gathered and not unrolled:
         kernel = gather_writes(kernel)
         cells = cells_of(kernel)
         plan = plan.at(gathered=True)
-        strategy, axis = plan.get("combine", lambda: output_strategy(bound, unrolling(), cells))
+        strategy, axis = plan.get("combine", lambda: output_strategy(bound, unrolling(), kernel, cells))
     read = statement.output.subscripts[axis].indirect if strategy == "own" else None
     row_index, entries, permuted = None, (), False
     if read is not None:
@@ -344,7 +340,7 @@ def input_of(kernel: Kernel, name: str) -> Buffer:
     return next(buffer for buffer in kernel.inputs if buffer.name == name)
 
 
-def _combined(bound: Bound, unrolling: Unrolling) -> tuple[OutputStrategy, int, list[str], list[str]]:
+def _combined(bound: Bound, unrolling: Unrolling, kernel: Kernel) -> tuple[OutputStrategy, int, list[str], list[str]]:
     """How terms reach the output and along which axis, and the names in the IR of what is unrolled: tables, indices.
 
     Raises:
@@ -354,7 +350,7 @@ def _combined(bound: Bound, unrolling: Unrolling) -> tuple[OutputStrategy, int, 
         raise FormError("all known factors are 0")
     if all(access.name in unrolling.tables for access in bound.statement.reads):
         raise FormError("every factor is static")
-    strategy, axis = output_strategy(bound, unrolling)
+    strategy, axis = output_strategy(bound, unrolling, kernel)
     if not all(all(map(math.isfinite, table.values)) for table in unrolling.tables.values()):
         raise FormError("a static tensor holds values that are not finite")
     names = names_of(bound.statement)

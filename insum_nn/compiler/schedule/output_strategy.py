@@ -1,7 +1,7 @@
 """How a kernel writes its output: alone, by unique entries, by rows that a program owns, or by atomic additions.
 
 direct   every cell belongs to one program: indices of its own, or entries of static tables
-place    an index tensor whose entries are unique: each term has a cell of its own
+place    index tensors whose entries are unique, or affine subscripts: each term has a cell of its own
 own      an index tensor gives terms to rows, each of which one program sums
 atomic   terms meet in memory
 
@@ -10,12 +10,15 @@ On a CPU, where another rule fits, `passes/pipeline.py: lower` decides which row
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from insum_nn.compiler.ir.canonical import names_of
+from insum_nn.compiler.ir.nodes import Index, Kernel
 from insum_nn.compiler.lang.bind import Bound
-from insum_nn.compiler.lang.syntax import Access, Subscript
+from insum_nn.compiler.lang.syntax import Access
+from insum_nn.compiler.passes.written_cells import written_cells
 from insum_nn.compiler.schedule.choose_unrolling import Unrolling
 
 __all__ = ["OutputStrategy", "in_order", "output_strategy"]
@@ -24,9 +27,9 @@ OutputStrategy = Literal["direct", "place", "own", "atomic"]
 
 
 def output_strategy(
-    bound: Bound, unrolling: Unrolling, cells: Mapping[str, int] = MappingProxyType({})
+    bound: Bound, unrolling: Unrolling, kernel: Kernel, cells: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[OutputStrategy, int]:
-    """How terms reach the output, and the axis that is addressed by an index tensor.
+    """How terms of an algorithm reach the output, and the axis that is addressed by an index tensor.
 
     `cells`: indices of their own that axes have instead of their affine subscripts; see `passes/gather_writes.py`.
     """
@@ -53,11 +56,13 @@ def output_strategy(
     if not loose:
         # A static table may send several terms to one cell; their sums share an accumulator.
         return "direct", -1
-    if set(named) & {p for p in plain if p is not None}:
-        return "atomic", -1
-    if _unique(bound, [subscripts[axis] for axis in loose], unrolling.names, unrolling.tables):
+    indices = names_of(statement).indices
+    told = [Index(indices[name]) for name in (*unrolling.names, *stepped)]
+    # After affine writes became reads, what is left of them meets in memory still.
+    bare = not cells or all(subscripts[axis].indirect for axis in loose)
+    if bare and not {*named} & {*unrolling.names} and written_cells(kernel, told=told).once:
         return "place", loose[0]
-    if len(loose) > 1 or len(set(named)) != len(named):
+    if len(loose) > 1 or len(set(named)) != len(named) or set(named) & {*plain}:
         return "atomic", -1
     (axis,) = loose
     row_index = subscripts[axis].indirect
@@ -68,24 +73,6 @@ def output_strategy(
     ):
         return "atomic", -1
     return "own", axis
-
-
-def _unique(bound: Bound, subscripts: Sequence[Subscript], unrolled: Iterable[str], tables: Container[str]) -> bool:
-    """Whether index tensors that address axes send no two of their entries to one cell."""
-    read = [s.indirect for s in subscripts]
-    accesses = [a for a in read if a is not None and a.name not in tables]
-    places = [tuple(s.plain for s in a.subscripts) for a in accesses]
-    longest = max(places, key=len, default=())
-    if len(accesses) < len(read) or len(set(longest)) < len(longest) or set(longest) & {None, *unrolled}:
-        return False
-    # An entry of each at every place of the longest one.
-    if any(longest[: len(place)] != place for place in places):
-        return False
-    names = {a.name for a in accesses}
-    facts = [(name, bound.facts_of(name)) for name in names]
-    unique = [{name, *f.unique_with} for name, f in facts if f.unique_with] + [{name} for name, f in facts if f.unique]
-    whole = {a.name for a, place in zip(accesses, places, strict=True) if place == longest}
-    return any(group <= names and group & whole for group in unique)
 
 
 def in_order(bound: Bound, row_index: Access) -> bool:
