@@ -8,9 +8,10 @@ and kernel maps declare facts that they guarantee; their tensors are not read at
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from insum_nn.compiler.lang.bind import Extents, layout_of
 from insum_nn.compiler.lang.declared_facts import Origin, is_trusted, verified
 from insum_nn.compiler.lang.limits import INT64_MAX
+from insum_nn.compiler.lang.misses import labels_of
 from insum_nn.compiler.lang.shapes import interval, overflow
 from insum_nn.compiler.lang.syntax import Access, Index, Statement, Subscript
 from insum_nn.errors import (
@@ -31,6 +33,7 @@ from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 from insum_nn.tensor_cache import Kept, forget, kept_of
 
 __all__ = [
+    "Points",
     "cell_numbers",
     "check_index_values",
     "completed",
@@ -130,7 +133,7 @@ def completed(facts: IndexFacts, ascending: bool, masked: bool) -> IndexFacts:
 
 def is_inside(subscript: Subscript, extent: int, named: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
     """Return whether a subscript lies inside an axis in every term without a missing entry; a tensor for a graph."""
-    values, valid, _ = _Evaluator(named, sizes).subscript(subscript)
+    values, valid = _points(named, labels_of(subscript), sizes).subscript(subscript)
     return (~valid | ((values >= 0) & (values < extent))).all()
 
 
@@ -189,8 +192,7 @@ def _outside(
             continue
         beyond = bounded and (low < (-1 if plain else 0) or high >= extent)
         if below or beyond:
-            points = _Evaluator(named, sizes)
-            yield from _exact(statement, access, axis, extent if bounded else None, points, promised)
+            yield from _exact(statement, access, axis, extent if bounded else None, named, sizes, promised)
 
 
 @lru_cache(maxsize=1024)
@@ -213,23 +215,26 @@ def _exact(
     access: Access,
     axis: int,
     extent: int | None,
-    points: _Evaluator,
+    named: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
     promised: Mapping[str, IndexFacts],
 ) -> Iterator[InsumError]:
     """Evaluate a subscript at every point: some entries of its index tensors may never be read."""
     subscript = access.subscripts[axis]
-    values, valid, labels = points.subscript(subscript)
-    for inner, entries, reached, own in points.read:
+    labels = labels_of(subscript)
+    points = _points(named, labels, sizes)
+    values, valid = torch.broadcast_tensors(*points.subscript(subscript))
+    for inner, entries, reached in points.read:
         lowest = lowest_entry(promised[inner.name])
         bad = reached & (entries < lowest)
         if bool(bad.any()):
-            yield _below(statement, inner, entries, bad, own, lowest)
+            yield _below(statement, inner, entries, bad, labels, lowest)
             return
     if extent is None or not bool((bad := valid & ((values < 0) | (values >= extent))).any()):
         return
     shown = values[valid]
     count, total = int(bad.sum()), int(valid.sum())
-    where = _first(bad, labels)
+    where = _first(bad, labels, subscript)
     smallest, largest = int(shown.min()), int(shown.max())
     what = "writes" if access is statement.output else "points"
     name = subscript.indirect.name if subscript.indirect is not None else str(subscript)
@@ -254,8 +259,10 @@ def _exact(
     )
 
 
-def _first(bad: Tensor, labels: Sequence[str]) -> str:
-    first = ", ".join(f"{label} = {int(at)}" for label, at in zip(labels, bad.nonzero()[0], strict=True))
+def _first(bad: Tensor, labels: Sequence[str], of: Access | Subscript) -> str:
+    # Axes of other indices have one place, or there is none.
+    places, own = zip(labels, bad.nonzero()[0], strict=False), labels_of(of)
+    first = ", ".join(f"{label} = {int(at)}" for label, at in places if label in own)
     return f"; first at {first}" if first else ""
 
 
@@ -277,7 +284,7 @@ def _below(
         spans=[inner.span],
         details=[
             f"expected {inner} >= {lowest}; got minimum {int(entries[bad].min())} "
-            f"({int(bad.sum())} of {plural(bad.numel(), 'entry')}{_first(bad, labels)})"
+            f"({int(bad.sum())} of {plural(bad.numel(), 'entry')}{_first(bad, labels, inner)})"
         ],
         fix=f"{missing}, or count from 0: negative values do not wrap.",
         tensor=inner.name,
@@ -285,73 +292,56 @@ def _below(
     )
 
 
-class _Evaluator:
-    """Evaluate subscripts as whole tensors, and record every entry that is read."""
+class Points:
+    """Evaluate subscripts and accesses at many places at once.
 
-    def __init__(self, named: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
-        self.named = named
-        self.sizes = sizes
-        self.device = next(iter(named.values())).device
-        self.read: list[tuple[Access, Tensor, Tensor, tuple[str, ...]]] = []
+    Args:
+        tensor: values by the name of a tensor, of NumPy or of torch.
+        places: values of indices, which broadcast together.
+        zero: of the same kind.
 
-    def subscript(self, subscript: Subscript) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-        if subscript.indirect is not None:
-            return self.entry(subscript.indirect)
-        labels = tuple(dict.fromkeys(index.name for index in subscript.indices()))
-        shape = [self.sizes[label] for label in labels]
-        total = torch.full(shape, subscript.offset, dtype=torch.int64, device=self.device)
-        valid = torch.ones(shape, dtype=torch.bool, device=self.device)
+    Attributes:
+        read: each access, its values, and where there are any.
+    """
+
+    def __init__(self, tensor: Callable[[str], Any], places: Mapping[str, Any], zero: Any) -> None:
+        self.tensor, self.places, self.zero = tensor, places, zero
+        self.read: list[tuple[Access, Any, Any]] = []
+
+    def subscript(self, subscript: Subscript) -> tuple[Any, Any]:
+        """Return what a subscript is, and where no entry of it is missing."""
+        position, there = self.zero + subscript.offset, self.zero == 0
         for term in subscript.terms:
             if isinstance(term.atom, Index):
-                view = [-1 if label == term.atom.name else 1 for label in labels]
-                values = torch.arange(self.sizes[term.atom.name], device=self.device).view(view)
+                position = position + term.coefficient * self.places[term.atom.name]
             else:
-                values, present, inner = self.entry(term.atom)
-                values, present = _align(values, inner, labels), _align(present, inner, labels)
-                valid = valid & present
-            total = total + term.coefficient * values
-        return total, valid, labels
+                entry, inside = self.access(term.atom)
+                position, there = position + term.coefficient * entry, there & inside & (entry >= 0)
+        return position, there
 
-    def entry(self, access: Access) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-        labels = tuple(dict.fromkeys(index.name for index in access.indices()))
-        shape = [self.sizes[label] for label in labels]
-        tensor = self.named[access.name].detach()
-        valid = torch.ones(shape, dtype=torch.bool, device=self.device)
-        if tuple(subscript.plain for subscript in access.subscripts) == labels and _equal(tensor.shape, shape):
-            # Every entry once, in order. A graph that is traced would hold a dozen more operations for each tensor.
-            entries = tensor.long()
-            self.read.append((access, entries, valid, labels))
-            return entries, entries != -1, labels
-        flat = torch.zeros(shape, dtype=torch.int64, device=self.device)
+    def access(self, access: Access) -> tuple[Any, Any]:
+        """Return a tensor's values, and where there are any."""
+        tensor, flat, inside = self.tensor(access.name), self.zero, self.zero == 0
         for subscript, extent in zip(access.subscripts, tensor.shape, strict=True):
-            at, present, inner = self.subscript(subscript)
-            inside = present & (at >= 0) & (at < extent)
-            valid = valid & _align(inside, inner, labels)
-            flat = flat * extent + _align(at.clamp(0, torch.sym_max(extent - 1, 0)), inner, labels)
+            at, there = self.subscript(subscript)
+            inside = inside & there & (at >= 0) & (at < extent)
+            flat = flat * extent + at.clip(0, torch.sym_max(extent - 1, 0))
         # Nothing is read of a tensor without elements; a symbolic size is not compared.
-        if 0 in [extent for extent in tensor.shape if type(extent) is int]:
-            entries = torch.full(shape, -1, dtype=torch.int64, device=self.device)
-        else:
-            entries = tensor.reshape(-1)[flat].long()
-        self.read.append((access, entries, valid, labels))
-        return entries, valid & (entries != -1), labels
+        empty = 0 in [extent for extent in tensor.shape if type(extent) is int]
+        values = self.zero - 1 if empty else tensor.reshape(-1)[flat]
+        self.read.append((access, values, inside))
+        return values, inside
 
 
-def _equal(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether a shape is the expected one; symbolic sizes are not compared, since an index has one size everywhere."""
-    return all(
-        type(size) is not int or type(other) is not int or size == other
-        for size, other in zip(shape, expected, strict=True)
-    )
-
-
-def _align(tensor: Tensor, labels: Sequence[str], target: Sequence[str]) -> Tensor:
-    """Permute to the order of `target`, with axes of length 1 where a label is missing."""
-    if tuple(labels) == tuple(target):
-        return tensor
-    order = [labels.index(label) for label in target if label in labels]
-    shape = [tensor.shape[labels.index(label)] if label in labels else 1 for label in target]
-    return tensor.permute(order).reshape(shape)
+def _points(named: Mapping[str, Tensor], labels: Sequence[str], sizes: Mapping[str, int]) -> Points:
+    """Return all points of an index space, an axis for each label."""
+    device, axes = next(iter(named.values())).device, range(len(labels))
+    places = {
+        label: torch.arange(sizes[label], device=device).view([-1 if axis == own else 1 for axis in axes])
+        for own, label in enumerate(labels)
+    }
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return Points(lambda name: named[name].detach().long(), places, zero)
 
 
 def _contradicted(
@@ -412,19 +402,10 @@ def cell_numbers(
     Returns:
         int64, an axis for each label; -1 where an entry is missing or the cell would be out of bounds.
     """
-    evaluator = _Evaluator(named, sizes)
-    found: Tensor | None = None
-    valid: Tensor | None = None
+    points = _points(named, labels, sizes)
+    found, valid = points.zero, points.zero == 0
     for axis in axes:
-        values, present, own = evaluator.subscript(access.subscripts[axis])
-        inside = _align(present & (values >= 0) & (values < shape[axis]), own, labels)
-        values = _align(values, own, labels)
-        valid = inside if valid is None else valid & inside
-        found = values if found is None else found * shape[axis] + values
-    shape = [sizes[label] for label in labels]
-    if found is None or valid is None:
-        return torch.zeros(shape, dtype=torch.int64, device=evaluator.device)
-    found = torch.where(valid, found, -1)
-    subscripts = [access.subscripts[axis] for axis in axes]
-    covered = {index.name for subscript in subscripts for index in subscript.indices()}
-    return found if covered.issuperset(labels) else found.expand(shape)
+        values, present = points.subscript(access.subscripts[axis])
+        valid = valid & present & (values >= 0) & (values < shape[axis])
+        found = found * shape[axis] + values
+    return torch.where(valid, found, -1).expand([sizes[label] for label in labels])

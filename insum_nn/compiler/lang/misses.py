@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from insum_nn.compiler.lang.bind import Bound
-from insum_nn.compiler.lang.syntax import Access
+from insum_nn.compiler.lang.syntax import Access, Subscript
 
 __all__ = ["Miss", "labels_of", "misses_of"]
 
@@ -35,8 +35,8 @@ class Miss:
     labels: Labels
 
 
-def labels_of(access: Access) -> Labels:
-    """Return the indices that an access varies with, those of its index tensors included."""
+def labels_of(access: Access | Subscript) -> Labels:
+    """Return the indices that an access or a subscript varies with, those of its index tensors included."""
     return tuple(dict.fromkeys(index.name for index in access.indices()))
 
 
@@ -54,4 +54,4 @@ def _misses(access: Access, bound: Bound) -> Iterator[Miss]:
                 yield Miss(inner, None, labels_of(inner))
         # Constants and the entries of a bare index tensor are checked to be in bounds.
         if subscript.plain is None and subscript.indirect is None and subscript.terms:
-            yield Miss(access, axis, tuple(dict.fromkeys(index.name for index in subscript.indices())))
+            yield Miss(access, axis, labels_of(subscript))

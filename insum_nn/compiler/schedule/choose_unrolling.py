@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from insum_nn.compiler.lang.bind import Bound
+from insum_nn.compiler.lang.index_checks import Points
 from insum_nn.compiler.lang.misses import labels_of
 from insum_nn.compiler.lang.syntax import Access, Index, Subscript
 from insum_nn.facts import StaticTable
@@ -73,7 +74,7 @@ class Unrolling:
         terms = {name: np.array([[place[name]] for place in self.places]) for name in self.names}
         values = np.indices([self.extents[i] for i in left]).reshape(len(left), -1)
         places: _Places = {**terms, **dict(zip(left, values, strict=True))}
-        found = [_positions(access.subscripts[axis], places, self.tables) for axis in axes]
+        found = [_points(places, self.tables).subscript(access.subscripts[axis]) for axis in axes]
         # Of each term the cells, at all values of the steps; -1 where an entry is missing.
         columns = np.broadcast_arrays(*(np.where(there, position, -1) for position, there in found), *places.values())
         cells = np.stack(columns[: len(axes)], -1).reshape(len(self.places), -1)
@@ -109,7 +110,7 @@ def choose_unrolling(bound: Bound, tables: Mapping[str, StaticTable], most: int 
         is_factor = access in statement.reads
         if is_factor or steps.isdisjoint(labels_of(access)):
             # A missing entry is below 0.
-            value, there = _read(access, places, tables)
+            value, there = _points(places, tables).access(access)
             kept = kept & there & (value != 0 if is_factor else value >= 0)
     count = int(kept.sum())
     if most is not None and count > most:
@@ -160,30 +161,10 @@ def _values(
 ) -> _Array | None:
     """A table's entries over all values of its indices, one axis each; `None` if one is missing."""
     shape = [fixed[name] for name in names]
-    entries, there = _read(access, dict(zip(names, np.indices(shape, sparse=True), strict=True)), tables)
+    entries, there = _points(dict(zip(names, np.indices(shape, sparse=True), strict=True)), tables).access(access)
     return np.broadcast_to(entries, shape).astype(np.int64) if bool((there & (entries >= 0)).all()) else None
 
 
-def _positions(subscript: Subscript, places: _Places, tables: Mapping[str, StaticTable]) -> tuple[_Array, _Array]:
-    """What a subscript is at places, and where no entry of it is missing."""
-    position, there = np.array(subscript.offset), np.array(True)
-    for term in subscript.terms:
-        if isinstance(term.atom, Index):
-            position = position + term.coefficient * places[term.atom.name]
-        else:
-            entry, inside = _read(term.atom, places, tables)
-            position, there = position + term.coefficient * entry, there & inside & (entry >= 0)
-    return position, there
-
-
-def _read(access: Access, places: _Places, tables: Mapping[str, StaticTable]) -> tuple[Any, Any]:
-    """A table's values at places, and where there are any."""
-    table = tables[access.name]
-    at, inside = list[Any](), np.array(bool(table.values))
-    for subscript, extent in zip(access.subscripts, table.shape, strict=True):
-        position, there = _positions(subscript, places, tables)
-        inside = inside & there & (position >= 0) & (position < extent)
-        at.append(position)
-    values = np.array(table.values or (0,))
-    flat = np.ravel_multi_index(tuple(np.broadcast_arrays(*at)), table.shape, mode="clip") if at and table.values else 0
-    return values[flat], inside
+def _points(places: _Places, tables: Mapping[str, StaticTable]) -> Points:
+    """Tables at places."""
+    return Points(lambda name: np.reshape(tables[name].values, tables[name].shape), places, np.array(0))
