@@ -52,10 +52,7 @@ class _Subsets:
         return inside & self.keep.union(*(own for at, own in enumerate(self.factors) if not subset >> at & 1))
 
     def step(self, a: int, b: int) -> float:
-        both = self.labels(a) | self.labels(b)
-        if a | b == self.full:
-            return self.price(both, both & self.keep, True)
-        return self.price(both, self.labels(a | b), False)
+        return self.price(self.labels(a) | self.labels(b), self.labels(a | b), a | b == self.full)
 
     def pairs(self, splits: Mapping[int, int]) -> list[Pair]:
         """The products of a tree, whose nodes are divided as `splits` says."""
@@ -67,9 +64,7 @@ class _Subsets:
             a = splits[subset]
             b = subset ^ a
             left, right = visit(a), visit(b)
-            both = self.labels(a) | self.labels(b)
-            result = both & self.keep if subset == self.full else self.labels(subset)
-            found.append(Pair(left, right, both, result, self.step(a, b)))
+            found.append(Pair(left, right, self.labels(a) | self.labels(b), self.labels(subset), self.step(a, b)))
             return len(self.factors) + len(found) - 1
 
         visit(self.full)

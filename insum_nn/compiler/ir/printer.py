@@ -31,14 +31,14 @@ __all__ = ["show"]
 def show(node: Node) -> str:
     """Print a node as text."""
     if isinstance(node, Kernel):
-        return "\n".join(_kernel(node, "kernel"))
+        return "\n".join(_kernel(node))
     if isinstance(node, Stmt):
         return "\n".join(_statement(node, ""))
     assert isinstance(node, Expr)
     return _expr(node)
 
 
-def _kernel(kernel: Kernel, head: str) -> Iterator[str]:
+def _kernel(kernel: Kernel) -> Iterator[str]:
     results = [
         _declared(r.buffer)
         + ("" if r.initial == "none" else f" initial {r.initial}")
@@ -46,7 +46,7 @@ def _kernel(kernel: Kernel, head: str) -> Iterator[str]:
         for r in kernel.results
     ]
     exact = ", exact" if kernel.exact else ""
-    yield f"{head}{exact} ({', '.join(map(_declared, kernel.inputs))}) -> {', '.join(results)}:"
+    yield f"kernel{exact} ({', '.join(map(_declared, kernel.inputs))}) -> {', '.join(results)}:"
     for statement in kernel.body:
         yield from _statement(statement, "  ")
 

@@ -95,12 +95,10 @@ class Schedule:
         if not isinstance(value, dict) or not value.keys() <= defaults.keys():
             raise ValueError(f"{value!r} is no schedule")
         for name, number in value.items():
-            if type(number) is not type(defaults[name]):
+            least, most = min(1, defaults[name]), _LARGEST.get(name, _MANY)
+            valid = type(number) is type(defaults[name]) and least <= number <= most
+            if not valid or (name in _POWERS and number & (number - 1)):
                 raise ValueError(f"{name} of a schedule is {number!r}")
-            if type(number) is int and (number < min(1, defaults[name]) or (name in _POWERS and number & (number - 1))):
-                raise ValueError(f"{name} of a schedule is {number}")
-            if type(number) is int and number > _LARGEST.get(name, _MANY):
-                raise ValueError(f"{name} of a schedule is {number}")
         schedule = cls(**value)
         if schedule.m * schedule.n * schedule.k > _LANES:
             raise ValueError(f"a schedule of {schedule} holds more than {_LANES} numbers")

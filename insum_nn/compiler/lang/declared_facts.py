@@ -14,10 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from insum_nn.facts import IndexFacts, repeated
+from insum_nn.errors import plural
+from insum_nn.facts import UNKNOWN, IndexFacts, repeated
 from insum_nn.tensor_cache import kept_of, unwritten
 
-__all__ = ["Origin", "is_trusted", "verified"]
+__all__ = ["Origin", "broken_facts", "is_trusted", "verified"]
 
 # A builder; a format whose tensors could not be read, since the call was traced; a caller.
 Origin = Literal["builder", "format", "caller"]
@@ -42,9 +43,8 @@ def verified(name: str, declared: IndexFacts, named: Mapping[str, Tensor]) -> In
         return declared
     tensor = named[name]
     others = [named[other] for other in declared.unique_with if other in named]
-    together = [tensor, *others]
-    if any(t.is_inference() for t in together):
-        return _holding(declared, together)
+    if any(t.is_inference() for t in (tensor, *others)):
+        return _holding(name, declared, named)
     key = (declared, tensor._version, *((id(t), t._version) for t in others))
     kept = kept_of(tensor)
     cached: tuple[object, list[weakref.ref[Tensor]], IndexFacts] | None = kept.verified
@@ -54,15 +54,40 @@ def verified(name: str, declared: IndexFacts, named: Mapping[str, Tensor]) -> In
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         # Nothing can be read; the check of ranges raises.
         return replace(declared, sorted=False, unique=False, unique_with=())
-    found = _holding(declared, together)
+    found = _holding(name, declared, named)
     kept.verified = key, [weakref.ref(t) for t in others], found
     return found
 
 
-def _holding(declared: IndexFacts, together: list[Tensor]) -> IndexFacts:
-    flat = together[0].detach().reshape(-1)
+def broken_facts(name: str, declared: IndexFacts, named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return which declared facts of a tensor do not hold, each with the reason."""
+    flat = named[name].detach().reshape(-1)
     entries = flat[flat != -1]
-    ascending = declared.sorted and bool((entries[1:] >= entries[:-1]).all())
-    once = declared.unique and entries.unique().numel() == entries.numel()
-    pairs = bool(declared.unique_with) and len(together) == 1 + len(declared.unique_with) and repeated(together) is None
-    return replace(declared, sorted=ascending, unique=once, unique_with=declared.unique_with if pairs else ())
+    broken: dict[str, str] = {}
+    if declared.masked is False and len(entries) != len(flat):
+        first, count = int((flat == -1).nonzero()[0]), plural(len(flat) - len(entries), "entry")
+        broken["masked"] = f"masked=False, but it holds {count} of -1, the first at position {first}"
+    if declared.sorted:
+        down = (entries[1:] < entries[:-1]).nonzero()
+        if len(down):
+            before, after = int(entries[down[0]]), int(entries[down[0] + 1])
+            at = int((flat != -1).nonzero()[int(down[0]) + 1])
+            broken["sorted"] = f"sorted, but {after} at position {at} follows {before}"
+    if declared.unique:
+        values, counts = entries.unique(return_counts=True)
+        twice = values[counts > 1]
+        if len(twice):
+            broken["unique"] = f"unique, but {int(twice[0])} occurs more than once"
+    if declared.unique_with and all(other in named for other in declared.unique_with):
+        twice = repeated([named[name], *(named[other] for other in declared.unique_with)])
+        if twice is not None:
+            with_others = ", ".join(declared.unique_with)
+            broken["unique_with"] = f"unique with {with_others}, but {twice} occurs more than once"
+    return broken
+
+
+def _holding(name: str, declared: IndexFacts, named: Mapping[str, Tensor]) -> IndexFacts:
+    broken = {*broken_facts(name, replace(declared, masked=None), named)}
+    if not all(other in named for other in declared.unique_with):
+        broken.add("unique_with")
+    return replace(declared, **{field: getattr(UNKNOWN, field) for field in broken})

@@ -39,14 +39,12 @@ class Derivative:
             extremum, or the operand's tangent.
         extremum: names under which the output of `max=` and `min=` is read, and the share of each term of a cell in
             its tangent.
-        operand: the operand's name.
     """
 
     statements: tuple[Statement, ...]
     output: str
     seed: str
     extremum: tuple[str, ...]
-    operand: str
 
 
 def fresh_name(base: str, taken: set[str]) -> str:
@@ -89,7 +87,7 @@ def derivatives(statement: Statement, operand: str) -> Derivative:
     for access, before, after in _occurrences(statement, operand):
         factors = [read, *before, *after, *extra]
         statements.append(parse(f"{_renamed(access, output)} += {' * '.join(factors)}"))
-    return Derivative(tuple(statements), output, seed, (statement.output.name,) * len(extra), operand)
+    return Derivative(tuple(statements), output, seed, (statement.output.name,) * len(extra))
 
 
 def directional(statement: Statement, operand: str) -> Derivative:
@@ -107,7 +105,7 @@ def directional(statement: Statement, operand: str) -> Derivative:
     for access, before, after in _occurrences(statement, operand):
         factors = [*before, _renamed(access, seed), *after, *extra]
         statements.append(parse(f"{statement.output} += {' * '.join(factors)}"))
-    return Derivative(tuple(statements), statement.output.name, seed, (extremum, share) if extra else (), operand)
+    return Derivative(tuple(statements), statement.output.name, seed, (extremum, share) if extra else ())
 
 
 def counting(statement: Statement, number: float = 1) -> Statement:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from insum_nn.compiler.lang.bind import Extents, layout_of
-from insum_nn.compiler.lang.declared_facts import Origin, is_trusted, verified
+from insum_nn.compiler.lang.declared_facts import Origin, broken_facts, is_trusted, verified
 from insum_nn.compiler.lang.limits import INT64_MAX
 from insum_nn.compiler.lang.misses import labels_of
 from insum_nn.compiler.lang.shapes import interval, overflow
@@ -29,7 +29,7 @@ from insum_nn.errors import (
     plural,
     raise_collected,
 )
-from insum_nn.facts import UNKNOWN, IndexFacts, repeated
+from insum_nn.facts import UNKNOWN, IndexFacts
 from insum_nn.tensor_cache import Kept, forget, kept_of
 
 __all__ = [
@@ -349,33 +349,13 @@ def _contradicted(
 ) -> Iterator[InsumError]:
     """Verify the declared facts, and yield an error for each tensor of which some do not hold."""
     for name, declared in facts.items():
-        flat = named[name].detach().reshape(-1)
-        entries = flat[flat != -1]
-        broken: list[str] = []
-        if declared.masked is False and len(entries) != len(flat):
-            first, count = int((flat == -1).nonzero()[0]), plural(len(flat) - len(entries), "entry")
-            broken.append(f"masked=False, but it holds {count} of -1, the first at position {first}")
-        if declared.sorted and len(entries) > 1:
-            down = (entries[1:] < entries[:-1]).nonzero()
-            if len(down):
-                before, after = int(entries[down[0]]), int(entries[down[0] + 1])
-                at = int((flat != -1).nonzero()[int(down[0]) + 1])
-                broken.append(f"sorted, but {after} at position {at} follows {before}")
-        if declared.unique:
-            values, counts = entries.unique(return_counts=True)
-            twice = values[counts > 1]
-            if len(twice):
-                broken.append(f"unique, but {int(twice[0])} occurs more than once")
-        if declared.unique_with and all(other in named for other in declared.unique_with):
-            twice = repeated([named[name], *(named[other] for other in declared.unique_with)])
-            if twice is not None:
-                broken.append(f"unique with {', '.join(declared.unique_with)}, but {twice} occurs more than once")
+        broken = broken_facts(name, declared, named)
         if broken:
             yield InsumRangeError(
                 f"index tensor '{name}' contradicts a fact that is declared for it",
                 expression=statement.text,
                 spans=[access.name_span for access in statement.accesses() if access.name == name],
-                details=[f"declared {line}" for line in broken],
+                details=[f"declared {line}" for line in broken.values()],
                 fix="rebuild it with a format's builder, or do not declare the fact.",
                 tensor=name,
             )

@@ -232,7 +232,7 @@ class _Parser:
             return self.access("a factor", self.factor_hint())
         self.deeper(bracket.span)
         value = self.expression()
-        self.close(bracket.span, "')'", "write the parenthesis that closes this one.")
+        self.close(bracket.span, ")", "')'", "write the parenthesis that closes this one.")
         return value
 
     def function(self) -> Apply:
@@ -252,7 +252,7 @@ class _Parser:
         while self.maybe(","):
             args.append(self.expression())
         fix = "write ',' between arguments, or ')' behind the last."
-        span = name.span.merge(self.close(bracket.span, "',' or ')'", fix))
+        span = name.span.merge(self.close(bracket.span, ")", "',' or ')'", fix))
         self.check_arguments(name, function, args, span)
         return Apply(name.text, tuple(args), span)
 
@@ -283,8 +283,8 @@ class _Parser:
                 expected=_MAX_DEPTH,
             )
 
-    def close(self, bracket: Span, expected: str, fix: str) -> Span:
-        if self.token.text != ")":
+    def close(self, bracket: Span, symbol: str, expected: str, fix: str) -> Span:
+        if self.token.text != symbol:
             raise self.fail(expected, fix, [bracket, self.token.span])
         self.depth -= 1
         return self.advance().span
@@ -356,13 +356,9 @@ class _Parser:
             subscripts.append(self.subscript())
             fix = "flatten some of the tensor's dimensions."
             self.bound(len(subscripts), _MAX_DIMENSIONS, "subscripts of one tensor", subscripts[-1].span, fix)
-        if self.token.text != "]":
-            raise self.fail(
-                "',' or ']'", "write ',' between subscripts, or ']' behind the last.", [bracket.span, self.token.span]
-            )
-        close = self.advance()
-        self.depth -= 1
-        return Access(name.text, tuple(subscripts), name.span.merge(close.span), name.span)
+        fix = "write ',' between subscripts, or ']' behind the last."
+        close = self.close(bracket.span, "]", "',' or ']'", fix)
+        return Access(name.text, tuple(subscripts), name.span.merge(close), name.span)
 
     def subscript(self) -> Subscript:
         start = self.token.span

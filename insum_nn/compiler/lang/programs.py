@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from insum_nn.compiler.lang.parser import check_text, parse
-from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Index, Statement, Subscript, Term, leaves, replaced
+from insum_nn.compiler.lang.syntax import Access, Apply, Factor, Statement, Subscript, leaves, replaced, substituted
 from insum_nn.errors import (
     InsumAliasError,
     InsumError,
@@ -256,28 +256,6 @@ def _is_name(statement: Statement) -> bool:
     """Return whether a statement by `=` sums nothing, and has each cell at one point of its loops."""
     plain = [s.plain for s in statement.output.subscripts]
     return None not in plain and len({*plain}) == len(plain) and {*plain} == {*statement.indices()}
-
-
-def substituted(access: Access, places: Mapping[str | None, Subscript]) -> Access:
-    """Return an access with other subscripts in place of indices."""
-    subscripts = tuple(_substituted(s, places) for s in access.subscripts)
-    return Access(access.name, subscripts, access.span, access.name_span)
-
-
-def _substituted(subscript: Subscript, places: Mapping[str | None, Subscript]) -> Subscript:
-    atoms: dict[Index | Access, int] = {}
-    offset = subscript.offset
-    for term in subscript.terms:
-        inner = ((1, term.atom),)
-        if isinstance(term.atom, Access):
-            inner = ((1, substituted(term.atom, places)),)
-        elif (given := places.get(term.atom.name)) is not None:
-            inner = tuple((each.coefficient, each.atom) for each in given.terms)
-            offset += term.coefficient * given.offset
-        for coefficient, atom in inner:
-            atoms[atom] = atoms.get(atom, 0) + term.coefficient * coefficient
-    terms = tuple(Term(coefficient, atom, subscript.span) for atom, coefficient in atoms.items() if coefficient)
-    return Subscript(terms, offset, subscript.span)
 
 
 def _asked(source: Statement, made: Statement, places: Mapping[str | None, Subscript]) -> Iterator[Access]:

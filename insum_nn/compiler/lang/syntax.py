@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from insum_nn.compiler.lang.combining import COMBINING, Combining
 from insum_nn.compiler.lang.functions import SIGNS
 from insum_nn.errors import Span
 
 __all__ = ["Access", "Apply", "Factor", "Index", "Number", "Statement", "Subscript", "Term"]
-__all__ += ["leaves", "renamed", "replaced"]
+__all__ += ["leaves", "renamed", "replaced", "substituted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +196,33 @@ def replaced(factor: Factor, change: Callable[[Access], Factor]) -> Factor:
 
 def renamed(access: Access, tensors: Mapping[str, str], indices: Mapping[str, str]) -> Access:
     """Return an access with other names, in its subscripts too; what these mappings lack keeps its name."""
+    span = access.span
+    given = {name: Subscript((Term(1, Index(new, span), span),), 0, span) for name, new in indices.items()}
+    return substituted(access, {**given}, tensors)
 
-    def term(each: Term) -> Term:
-        atom = each.atom
-        if isinstance(atom, Access):
-            return replace(each, atom=renamed(atom, tensors, indices))
-        return replace(each, atom=replace(atom, name=indices.get(atom.name, atom.name)))
 
-    subscripts = tuple(replace(each, terms=tuple(map(term, each.terms))) for each in access.subscripts)
+def substituted(
+    access: Access, places: Mapping[str | None, Subscript], tensors: Mapping[str, str] = MappingProxyType({})
+) -> Access:
+    """Return an access with other subscripts in place of indices, and other names of tensors."""
+    subscripts = tuple(_substituted(s, places, tensors) for s in access.subscripts)
     return replace(access, name=tensors.get(access.name, access.name), subscripts=subscripts)
+
+
+def _substituted(subscript: Subscript, places: Mapping[str | None, Subscript], tensors: Mapping[str, str]) -> Subscript:
+    atoms: dict[Index | Access, int] = {}
+    offset = subscript.offset
+    for term in subscript.terms:
+        inner = ((1, term.atom),)
+        if isinstance(term.atom, Access):
+            inner = ((1, substituted(term.atom, places, tensors)),)
+        elif (given := places.get(term.atom.name)) is not None:
+            inner = tuple((each.coefficient, each.atom) for each in given.terms)
+            offset += term.coefficient * given.offset
+        for coefficient, atom in inner:
+            atoms[atom] = atoms.get(atom, 0) + term.coefficient * coefficient
+    terms = tuple(Term(coefficient, atom, subscript.span) for atom, coefficient in atoms.items() if coefficient)
+    return Subscript(terms, offset, subscript.span)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,10 @@ def indices_named(form: Form, letters: Sequence[str], *, without: str = "") -> l
 def is_owned(form: Form, walk: Walk) -> bool:
     """Whether a statement sums the rows of a walk, over its terms alone."""
     return (
-        form.row_index is not None and not form.reduce and _row_tensor(form) == walk[0] and _entries(form) == [walk[1]]
+        form.row_index is not None
+        and not form.reduce
+        and _row_tensor(form) == walk[0]
+        and indices_named(form, form.entries) == [walk[1]]
     )
 
 
@@ -131,10 +134,6 @@ def _row_tensor(form: Form) -> str:
     read = form.bound.statement.output.subscripts[form.row_axis].indirect
     assert read is not None
     return read.name
-
-
-def _entries(form: Form) -> list[str]:
-    return indices_named(form, form.entries)
 
 
 def _additional(
@@ -151,7 +150,7 @@ def _additional(
         raise FormError(f"{statement} goes over other indices")
     like, scattered = (tensor, 0), form.strategy == "own"
     if scattered:
-        if _entries(form) != [entry] or form.reduce or form.row_axis:
+        if indices_named(form, form.entries) != [entry] or form.reduce or form.row_axis:
             raise FormError(f"{statement} sums other terms")
         like = read_at(statements, (_row_tensor(form), entry))
     elif form.strategy != "direct" or statement.output.subscripts[0].plain != entry:

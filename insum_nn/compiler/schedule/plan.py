@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from insum_nn.compiler.tuning.cache_folder import read, remove, sealed, times, unsealed, write
-from insum_nn.compiler.tuning.database import versions
+from insum_nn.compiler.tuning.database import digest, versions
 from insum_nn.locks import cached_property, new_lock
 from insum_nn.version import __version__
 
@@ -44,11 +44,7 @@ def _compiler() -> str:
 
 def _state() -> str:
     """What all decisions of this process depend on, whatever they are about: a digest that begins a file's name."""
-    return _digest(json.dumps([versions(), __version__, _compiler()], sort_keys=True))[:16]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest([versions(), __version__, _compiler()])[:16]
 
 
 class Plan:
@@ -87,7 +83,7 @@ class Plan:
 
     @property
     def _name(self) -> str:
-        return f"{_state()}-{_digest(self._text)}"
+        return f"{_state()}-{digest(self._text)}"
 
     def _read(self) -> dict[Hashable, Any]:
         """What is on disk; nothing if that is damaged, or was written for another key."""
