@@ -18,7 +18,7 @@ from insum_nn.compiler.lang.bind import bind
 from insum_nn.compiler.lang.parser import parse
 from insum_nn.compiler.runtime.dispatch import Spec, prepare
 from insum_nn.compiler.schedule.choose_unrolling import Unrolling, choose_unrolling
-from insum_nn.compiler.schedule.form import Form
+from insum_nn.compiler.schedule.form import Form, make_form
 from insum_nn.errors import InsumDtypeError, InsumNameError, InsumRangeError, InsumShapeError
 from insum_nn.facts import StaticTable
 from tests.compiler.generated_cases import CASES
@@ -240,7 +240,7 @@ STEPS = torch.arange(3)
         ("O[z,p] += CG[p] * X[z,I[p,u]+u]", {"I": torch.stack([STEPS, 1 + STEPS])}, None, 2, "direct"),
         ("O[z,p] += CG[p] * X[z,2*I[p,u]-1]", {"I": torch.stack([STEPS, 1 + STEPS])}, None, 2, "direct"),
         ("O[z,p] += CG[p] * X[z,I[J[p],u]]", {"I": torch.stack([STEPS, 5 - STEPS]), "J": STEPS[:2]}, None, 2, "direct"),
-        ("O[I[p,u],J[p,u]] += CG[p] * X[z,u]", {"I": STEPS.expand(2, 3), "J": STEPS.expand(2, 3)}, 9, 2, "atomic"),
+        ("O[I[p,u],J[p,u]] += CG[p] * X[z,u]", {"I": STEPS.expand(2, 3), "J": STEPS.expand(2, 3)}, 9, 2, "place"),
     ],
     ids=str,
 )
@@ -457,7 +457,10 @@ def test_a_step_has_no_missing_entries():
     ],
 )
 def test_steps_that_share_cells_of_other_terms(entries: list[object], distinct: bool):
-    found = unrolled("O[z,X[p,k]] += V[p] * T[z,k]", X=entries, V=[1.0, 2.0])
-    assert found.steps == {"k"}
-    output = parse("O[z,X[p,k]] += V[p] * T[z,k]").output
-    assert found.distinct(output, [1]) == distinct
+    text = "O[z,X[p,k]] += V[p] * T[z,k]"
+    assert unrolled(text, X=entries, V=[1.0, 2.0]).steps == {"k"}
+    known = {"X": torch.tensor(entries), "V": torch.tensor([1.0, 2.0])}
+    bound = replace(bind(parse(text), {**known, "T": torch.randn(5, 3)}, None), static=(("k", 3), ("p", 2)))
+    tables = {name: StaticTable.of(values) for name, values in known.items()}
+    form = make_form(bound, {"z": 5, "p": 2, "k": 3}, (5, 9), tables, deterministic=False)
+    assert form.strategy == ("direct" if distinct else "atomic")

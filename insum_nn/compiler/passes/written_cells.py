@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+import numpy.typing as npt
 
 from insum_nn.compiler.ir.access import affine_terms, coefficient, indices_in
 from insum_nn.compiler.ir.graph import ENTRY, ROW, loops_of, stores_of
@@ -13,37 +16,37 @@ from insum_nn.compiler.ir.nodes import Const, Expr, Index, Kernel, Load, Loop, w
 
 __all__ = ["written_cells"]
 
-# Cells up to which they are counted one by one.
-_MOST = 100_000
+# Cells up to which they are listed.
+_MOST = 1 << 18
 
 
-def written_cells(kernel: Kernel, entries: Sequence[Expr] = (), told: Iterable[Index] = ()) -> WrittenCells:
+def written_cells(kernel: Kernel, entries: Sequence[Expr] = (), unique: Container[str] = ()) -> WrittenCells:
     """Compare the subscripts of all stores.
 
     Args:
         kernel: the algorithm.
         entries: what an entry of a walk by rows stands at.
-        told: indices no two values of which write one cell.
+        unique: index tensors whose entries are taken for unique.
     """
     loops = {loop.index: loop for loop in loops_of(kernel)}
     targets = [*dict.fromkeys(store.subscripts for store in stores_of(kernel))]
     free = {index for index, loop in loops.items() if loop.role == "free"}
-    known = {*told, *_identified(targets[0], entries)}
+    known = _identified(targets[0], entries, unique)
     columns = zip(*targets, strict=True)
     apart = frozenset(c[0] for c in columns if isinstance(c[0], Index) and all(s is c[0] for s in c))
     # Entries stand for their rows.
     identified = len(targets) == 1 and free <= {*known, *({ROW} if ENTRY in known else ())}
-    once, whole = _counted(targets, loops, stores_of(kernel)[0].buffer.shape, free)
+    once, whole = _counted(targets, loops, stores_of(kernel)[0].buffer.shape, free, known)
     return WrittenCells(identified or once, whole, apart)
 
 
-def _identified(target: Sequence[Expr], entries: Sequence[Expr]) -> set[Index]:
+def _identified(target: Sequence[Expr], entries: Sequence[Expr], unique: Container[str]) -> set[Index]:
     """The indices that follow from where a store writes."""
     found = {s for s in target if isinstance(s, Index)}
     reads = [s for s in target if isinstance(s, Load) and s.where is None]
     facts = [(read.buffer.name, read.buffer.facts) for read in reads]
-    unique = [{name, *f.unique_with} for name, f in facts if f.unique_with] + [{name} for name, f in facts if f.unique]
-    for names in unique:
+    groups = [{name, *f.unique_with} for name, f in facts if f.unique_with]
+    for names in (*groups, *({name} for name, f in facts if f.unique or name in unique)):
         group = [read for read in reads if read.buffer.name in names]
         # An entry of each at every place of the longest one.
         longest = max((each.subscripts for each in group), key=len)
@@ -56,19 +59,29 @@ def _identified(target: Sequence[Expr], entries: Sequence[Expr]) -> set[Index]:
 
 
 def _counted(
-    targets: Sequence[tuple[Expr, ...]], loops: dict[Index, Loop], shape: Sequence[Expr], free: Iterable[Index]
+    targets: Sequence[tuple[Expr, ...]],
+    loops: dict[Index, Loop],
+    shape: Sequence[Expr],
+    free: Iterable[Index],
+    known: AbstractSet[Index],
 ) -> tuple[bool, bool]:
-    """Count the cells along the axes in which subscripts are more than one index alone."""
-    axes = [*range(len(targets[0]))]
-    alike = [a for a in axes if isinstance(targets[0][a], Index) and all(t[a] is targets[0][a] for t in targets)]
-    common = {targets[0][a] for a in alike}
+    """Count the cells along the axes in which subscripts are more than one index or known entry alone."""
+    axes, first = [*range(len(targets[0]))], targets[0]
+    told = [
+        a for a in axes if isinstance(first[a], Index) or (isinstance(first[a], Load) and indices_in(first[a]) <= known)
+    ]
+    alike = [a for a in told if all(t[a] is first[a] for t in targets)]
+    plain = [s for a in alike if isinstance(s := first[a], Index)]
+    common = indices_in(*(first[a] for a in alike))
     rest = [a for a in axes if a not in alike]
-    if len(common) < len(alike) or not {*free} <= common | indices_in(*(t[a] for t in targets for a in rest)):
+    if len({*plain}) < len(plain) or not {*free} <= common | indices_in(*(t[a] for t in targets for a in rest)):
         return False, False
-    whole = all(
-        loops[i].begin is Const(0) and loops[i].end is shape[a] for a in alike if isinstance(i := targets[0][a], Index)
+    whole = len(plain) == len(alike) and all(
+        loops[i].begin is Const(0) and loops[i].end is shape[a] for a in alike if isinstance(i := first[a], Index)
     )
-    found, count = set[tuple[int, ...]](), 0
+    if not rest:
+        return True, whole
+    found, count = list[npt.NDArray[np.int64]](), 0
     for target in targets:
         subscripts = [target[a] for a in rest]
         inner = sorted(indices_in(*subscripts), key=lambda index: index.name)
@@ -82,14 +95,15 @@ def _counted(
         count += math.prod(extents)
         if count > _MOST:
             return False, False
+        at = dict(zip(inner, np.indices((*extents, 1)).reshape(len(inner) + 1, -1)[:-1], strict=True))
         terms = [affine_terms(s) for s in subscripts]
-        for point in itertools.product(*map(range, extents)):
-            at = dict(zip(inner, point, strict=True))
-            found.add(tuple(offset + sum(k * at[a] for k, a in own if isinstance(a, Index)) for own, offset in terms))
+        columns = [offset + sum(k * at[a] for k, a in own if isinstance(a, Index)) for own, offset in terms]
+        found.append(np.stack([np.broadcast_to(c, math.prod(extents)) for c in columns], -1))
     cells = [shape[a] for a in rest]
     sized = all(isinstance(extent, Const) for extent in cells)
-    full = whole and sized and len(found) == math.prod(int(e.value) for e in cells if isinstance(e, Const))
-    return len(found) == count, full
+    different = len(np.unique(np.concatenate(found), axis=0))
+    full = whole and sized and different == math.prod(int(e.value) for e in cells if isinstance(e, Const))
+    return different == count, full
 
 
 def _digits(subscripts: Sequence[Expr], loops: dict[Index, Loop]) -> bool:

@@ -31,6 +31,7 @@ from insum_nn.compiler.lang.syntax import Access, Statement
 from insum_nn.compiler.passes.fuse_outputs import fuse_outputs
 from insum_nn.compiler.schedule.coverage import coverage_of
 from insum_nn.compiler.schedule.form import ROW_LOOP, AdditionalOutput, Form, FormError, input_of
+from insum_nn.compiler.schedule.output_strategy import in_order
 from insum_nn.compiler.schedule.placement import adds_rows, element_axes
 from insum_nn.compiler.schedule.plan import Plan
 from insum_nn.dtypes import is_widened
@@ -72,7 +73,6 @@ def fused_form(
     first = forms[0][0]
     owns = is_owned(first, walk)
     axis = first.row_axis if owns else 0
-    facts = bound.facts_of(tensor)
     columns = indices_named(first, first.parallel, without=entry) or indices_named(first, first.reduce)
     statements = [form.bound.statement for form, _ in forms]
     written: list[AdditionalOutput | None] = [None] * len({*outputs})
@@ -99,7 +99,7 @@ def fused_form(
         row_index,
         axis,
         (names.indices[entry],),
-        not (facts.sorted and facts.masked is False),
+        not in_order(row_index),
         (ROW_LOOP, *(names.indices[name] for name in columns)),
         (),
         frozenset(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,13 @@ import numpy.typing as npt
 from insum_nn.compiler.lang.bind import Bound
 from insum_nn.compiler.lang.index_checks import Points
 from insum_nn.compiler.lang.misses import labels_of
-from insum_nn.compiler.lang.syntax import Access, Index, Subscript
+from insum_nn.compiler.lang.syntax import Access, Index
 from insum_nn.facts import StaticTable
 
 __all__ = ["Unrolling", "choose_unrolling"]
 
 # Most terms that are unrolled; past it, static tensors are read like any other.
 _TERM_LIMIT = 6000
-# Most cells of the output that are listed to see whether terms share them.
-_CELL_LIMIT = 1 << 21
 
 Place = Mapping[str, int]
 _Places = Mapping[str, Any]
@@ -42,44 +40,12 @@ class Unrolling:
         names: the indices that are unrolled.
         places: their combinations whose known factors are not 0, and whose known entries are not missing.
         steps: indices in which every table is affine; they are not unrolled.
-        extents: of all indices above.
     """
 
     tables: Mapping[str, StaticTable]
     names: tuple[str, ...]
     places: tuple[Place, ...]
     steps: frozenset[str] = frozenset()
-    extents: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    def literal(self, subscript: Subscript) -> bool:
-        """Whether a subscript is a number once the unrolled indices are filled in, or a start and steps."""
-        inner = {i.name for term in subscript.terms if not isinstance(term.atom, Index) for i in term.atom.indices()}
-        bare = {term.atom.name for term in subscript.terms if isinstance(term.atom, Index)}
-        return (
-            all(a.name in self.tables for a in subscript.index_accesses())
-            and bare <= set(self.names)
-            and inner <= {*self.names, *self.steps}
-        )
-
-    def distinct(self, access: Access, axes: Sequence[int]) -> bool:
-        """Whether no two terms with different addresses share a cell, nor two values of a step, along static axes."""
-        left = [i.name for axis in axes for i in access.subscripts[axis].indices() if i.name in self.steps]
-        if not left:
-            return True
-        if len(set(left)) != len(left):
-            return False
-        each = math.prod(self.extents[i] for i in left)
-        if len(self.places) * each > _CELL_LIMIT:
-            return False
-        terms = {name: np.array([[place[name]] for place in self.places]) for name in self.names}
-        values = np.indices([self.extents[i] for i in left]).reshape(len(left), -1)
-        places: _Places = {**terms, **dict(zip(left, values, strict=True))}
-        found = [_points(places, self.tables).subscript(access.subscripts[axis]) for axis in axes]
-        # Of each term the cells, at all values of the steps; -1 where an entry is missing.
-        columns = np.broadcast_arrays(*(np.where(there, position, -1) for position, there in found), *places.values())
-        cells = np.stack(columns[: len(axes)], -1).reshape(len(self.places), -1)
-        different = np.unique(cells, axis=0)
-        return len(np.unique(different.reshape(-1, len(axes)), axis=0)) == len(different) * each
 
 
 def choose_unrolling(bound: Bound, tables: Mapping[str, StaticTable], most: int | None = None) -> Unrolling:
@@ -118,7 +84,7 @@ def choose_unrolling(bound: Bound, tables: Mapping[str, StaticTable], most: int 
     if count > _TERM_LIMIT:
         return nothing
     terms = tuple([dict(zip(names, each, strict=True)) for each in values[:, kept].T.tolist()])
-    return Unrolling(tables, names, terms, steps, {i: fixed[i] for i in indices})
+    return Unrolling(tables, names, terms, steps)
 
 
 def _usable(bound: Bound, tables: Mapping[str, StaticTable]) -> dict[str, StaticTable]:

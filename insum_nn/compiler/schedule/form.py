@@ -284,18 +284,20 @@ def make_form(
     plan = Plan({**canonical_key(bound, tables), "bucket": list(size_bucket(extents))})
     unrolling = cache(lambda: choose_unrolling(bound, tables))
     kernel, cells = build(bound), dict[str, int]()
-    strategy, axis, static, unrolled = plan.get("combine", lambda: _combined(bound, unrolling(), kernel))
+    make = cache(lambda: _unroll(kernel, bound, unrolling()))
+    strategy, axis, static, unrolled = plan.get("combine", lambda: _combined(bound, unrolling(), make))
     if gathered and not unrolled:
         kernel = gather_writes(kernel)
+        make = cache(lambda: _unroll(kernel, bound, unrolling()))
         cells = cells_of(kernel)
         plan = plan.at(gathered=True)
-        strategy, axis = plan.get("combine", lambda: output_strategy(bound, unrolling(), kernel, cells))
+        strategy, axis = plan.get("combine", lambda: output_strategy(make(), steps=False, gathered=True))
     read = statement.output.subscripts[axis].indirect if strategy == "own" else None
     row_index, entries, permuted = None, (), False
     if read is not None:
         entries = tuple(names.indices[index.name] for index in read.indices())
         row_index = Load(input_of(kernel, names.tensors[read.name]), tuple(map(Index, entries)))
-        permuted = not in_order(bound, read)
+        permuted = not in_order(row_index)
     loops = [loop for loop in loops_of(kernel) if loop.index.name not in unrolled]
     free, summed = ([loop.index.name for loop in loops if loop.role == role] for role in ("free", "sum"))
     own_sizes = {names.indices[name]: extent for name, extent in sizes.items()}
@@ -308,7 +310,7 @@ def make_form(
 
     form = Form(
         bound,
-        cache(lambda: _unroll(kernel, bound, unrolling())),
+        make,
         own_sizes,
         strategy,
         row_index,
@@ -340,7 +342,9 @@ def input_of(kernel: Kernel, name: str) -> Buffer:
     return next(buffer for buffer in kernel.inputs if buffer.name == name)
 
 
-def _combined(bound: Bound, unrolling: Unrolling, kernel: Kernel) -> tuple[OutputStrategy, int, list[str], list[str]]:
+def _combined(
+    bound: Bound, unrolling: Unrolling, make: Callable[[], Kernel]
+) -> tuple[OutputStrategy, int, list[str], list[str]]:
     """How terms reach the output and along which axis, and the names in the IR of what is unrolled: tables, indices.
 
     Raises:
@@ -350,7 +354,7 @@ def _combined(bound: Bound, unrolling: Unrolling, kernel: Kernel) -> tuple[Outpu
         raise FormError("all known factors are 0")
     if all(access.name in unrolling.tables for access in bound.statement.reads):
         raise FormError("every factor is static")
-    strategy, axis = output_strategy(bound, unrolling, kernel)
+    strategy, axis = output_strategy(make(), steps=bool(unrolling.tables))
     if not all(all(map(math.isfinite, table.values)) for table in unrolling.tables.values()):
         raise FormError("a static tensor holds values that are not finite")
     names = names_of(bound.statement)

@@ -78,7 +78,7 @@ def _grouped(form: Form, key: Access, stack: tuple[int, int], count: int) -> For
         row_index=row_index,
         row_axis=-1,
         entries=entries,
-        permuted=not in_order(form.bound, key),
+        permuted=not in_order(row_index),
         parallel=(ROW_LOOP, ENTRY, *(i for i in free if i not in entries)),
         reduce=tuple(i for i in form.reduce if i not in entries),
         plan=form.plan.at(stack=[*stack, count.bit_length()]),
