@@ -292,13 +292,6 @@ class _Printer(Values):
             self.rows = step
             with self.block(f"for (long {i} = {low}; {i} < {high}; {i} += {step}) {{"):
                 self.declare(number)
-                # Most blocks miss nothing: nothing is asked of what their terms read then.
-                if self.flags and len(self.stores) == 1:
-                    with self.block(f"if ({' & '.join(name for name, _ in self.flags.values())}) {{"):
-                        self.flags = {}
-                        self.known |= {c for c in self.common if not self.varies(c) and self.depth(c) <= number}
-                        self.cells_loop(number + 1, outermost=False)
-                        self.line("continue;")
                 self.cells_loop(number + 1, outermost=False)
         self.rows = 1
 
@@ -441,7 +434,7 @@ class _Printer(Values):
                     self.products(slot, row, stores)
 
     def products(self, slot: Slot, row: int, stores: Sequence[Store]) -> None:
-        groups: dict[tuple[tuple[Expr, ...], Range | None, tuple[Expr, ...]], list[str]] = {}
+        groups: dict[tuple[tuple[Expr, ...], Range, tuple[Expr, ...]], list[str]] = {}
         for store in stores:
             factors = factors_of(store.value)
             lanes = tuple(f for f in factors if self.varies(f))
@@ -493,22 +486,22 @@ class _Printer(Values):
             self.varies(f) for f in factors
         )
 
-    def limited(self, term: str, vector: bool, zeroed: bool, range_: Range | None, row: int, slot: Slot) -> str:
+    def limited(self, term: str, vector: bool, zeroed: bool, range_: Range, row: int, slot: Slot) -> str:
         """A term as a vector whose lanes outside of a range are 0."""
         if self.mode != "add" and not dtype_of(self.dtype).is_floating:
             term = f"({self.number.number})({self.number.stored})({term})"
         if not vector and slot.width > 1:
             term = f"{term} + {self.helpers.zero(slot.width)}"
         # Lanes that were read as 0 are multiplied by what may be infinite.
-        if not zeroed and (range_ is not None or (slot.passes and self.reduces)):
+        if not zeroed and (range_ or (slot.passes and self.reduces)):
             term = f"{self.helpers.only(slot.width, self.mode)}({term}{self.limits(range_, row, slot)})"
         return term
 
-    def vector(self, value: Expr, range_: Range | None, row: int, slot: Slot) -> str:
+    def vector(self, value: Expr, range_: Range, row: int, slot: Slot) -> str:
         """The lanes of a read, or of a function; a number where they are all the same."""
         if not self.varies(value):
             return self.number_text(value, row)
-        key = value, self.row_of(row, value, *(range_.conditions if range_ else ())), range_
+        key = value, self.row_of(row, value, *range_), range_
         if key not in self.memo:
             if isinstance(value, Load):
                 text = self.read(value, range_, row, slot, along=True)
@@ -519,7 +512,7 @@ class _Printer(Values):
             self.line(f"const {self.helpers.vector(slot.width)} {made} = {text};")
         return self.memo[key]
 
-    def read(self, load: Load, range_: Range | None, row: int, slot: Slot, *, along: bool) -> str:
+    def read(self, load: Load, range_: Range, row: int, slot: Slot, *, along: bool) -> str:
         """Read neighbours along the lanes, or one cell."""
         near, place = self.address(load, row, slot, along=along)
         limits = self.limits(range_, row, slot)
@@ -546,17 +539,17 @@ class _Printer(Values):
         # A row that takes no part has no address.
         with self.block(f"if ({self.flags[row][0]}) {{") if row in self.flags else nullcontext():
             if total is not None:
-                self.cell(store, row, Slot(1, 0), total, None, along=False)
+                self.cell(store, row, Slot(1, 0), total, (), along=False)
                 return
             range_ = self.range_of(store, self.first_sum)
-            if range_ is not None:
+            if range_:
                 self.skips = True
-                if (range_, self.row_of(row, *range_.conditions)) not in self.names:
+                if (range_, self.row_of(row, *range_)) not in self.names:
                     self.declare_range(range_)
             for slot, value in own.items():
                 self.cell(store, row, slot, value, range_, along=True)
 
-    def cell(self, store: Store, row: int, slot: Slot, value: str, range_: Range | None, *, along: bool) -> None:
+    def cell(self, store: Store, row: int, slot: Slot, value: str, range_: Range, *, along: bool) -> None:
         """Write the cells of a vector, or add to them."""
         seen = self.seen.get((store.subscripts, row))
         select = self.helpers.select(self.mode, slot.width) if seen is not None else ""

@@ -457,8 +457,8 @@ class Helpers:
         """Write the lanes of a vector `s` apart, or add them to what is there; `some`: those from `lo` to `hi`."""
         vector, number, put = self.vector(width), self.number, self.put(out)
         stored = number_of(out).stored
-        same = number_of(out).bytes == number.bytes and out not in ("float16", "bfloat16", "int8", "uint8", "int16")
-        same = same and dtype_of(out).is_floating == dtype_of(self.dtype).is_floating
+        row, own = dtype_of(out), dtype_of(self.dtype)
+        same = row.torch.itemsize == number.bytes and row.is_floating == own.is_floating
         near = near or width == 1
         how = f"{'add' if adds else 'st'}{'m' if some else ''}{'' if near else 's'}"
         name = f"{how}{width}_{self.dtype}_{out}"

@@ -33,10 +33,8 @@ __all__ = ["Pieces", "Range", "Slot", "Values"]
 _AHEAD = 8
 
 
-class Range(NamedTuple):
-    """The conditions that say where along the lanes a term takes part."""
-
-    conditions: tuple[Expr, ...]
+# The conditions that say where along the lanes a term takes part.
+Range = tuple[Expr, ...]
 
 
 class Slot(NamedTuple):
@@ -231,7 +229,7 @@ class Values:
                 visit(condition)
         for store in self.stores:
             if range_ := self.range_of(store):
-                found[range_] = self.depth(*range_.conditions)
+                found[range_] = self.depth(*range_)
             for expr in (*store.subscripts, store.value):
                 visit(expr)
         items: dict[int, list[Node | Range]] = {}
@@ -239,11 +237,10 @@ class Values:
             items.setdefault(depth, []).append(node)
         return items
 
-    def range_of(self, store: Store, below: int | None = None) -> Range | None:
+    def range_of(self, store: Store, below: int | None = None) -> Range:
         """The conditions on the lanes of a term; `below`: of those known outside of a loop."""
         conditions = [c for c in conjuncts(store.where) if self.varies(c)]
-        conditions = [c for c in conditions if below is None or self.depth(c) < below]
-        return Range(tuple(conditions)) if conditions else None
+        return tuple([c for c in conditions if below is None or self.depth(c) < below])
 
     def declare(self, depth: int) -> None:
         """Print what is known from here on."""
@@ -258,7 +255,7 @@ class Values:
                     text, name = self.number_text(node, row), self.fresh("f")
                     self.line(f"const {self.number.number} {name} = {text};")
                     self.names[node, row] = name
-            elif isinstance(node, Range):
+            elif isinstance(node, tuple):
                 self.declare_range(node)
             elif isinstance(node, Load):
                 self.declare_load(node)
@@ -307,9 +304,9 @@ class Values:
         assert self.v is not None
         assert self.place.lanes is not None
         least, most, down = (self.helpers.range(name) for name in ("least", "most", "down"))
-        for row in range(self.rows if self.blocked(*range_.conditions) else 1):
+        for row in range(self.rows if self.blocked(*range_) else 1):
             low, high = "0L", self.text(self.place.lanes.end)
-            for condition in range_.conditions:
+            for condition in range_:
                 assert isinstance(condition, Op)
                 step, rest = coefficient(condition.args[0], self.v), condition.args[0].replace({self.v: Const(0)})
                 assert step
@@ -327,15 +324,15 @@ class Values:
             self.line(f"const long {names[0]} = {low}, {names[1]} = {high};")
             self.names[range_, row] = " ".join(names)
 
-    def limits(self, range_: Range | None, row: int, slot: Slot) -> str:
+    def limits(self, range_: Range, row: int, slot: Slot) -> str:
         """Arguments that say which lanes of a vector take part; none if all do."""
-        if range_ is None and not slot.passes:
+        if not range_ and not slot.passes:
             return ""
         assert self.v is not None
         assert self.place.lanes is not None
         names = ["0L", self.text(self.place.lanes.end)]
-        if range_ is not None:
-            names = self.names[range_, self.row_of(row, *range_.conditions)].split()
+        if range_:
+            names = self.names[range_, self.row_of(row, *range_)].split()
         return "".join(f", {name} - (i_{self.v.name} + {slot.at})" for name in names)
 
     def prefetch(self, loop: Loop, depth: int) -> None:
