@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from insum_nn.compiler.ir.nodes import Buffer, Combine, Const, Expr, Load, Op, Stmt, Store, conjunction
-from insum_nn.compiler.passes.sum_terms import Cell, Space, Sums, without
+from insum_nn.compiler.passes.sum_terms import Cell, Space, Sums
 from insum_nn.compiler.passes.terms import select, widened
 
 __all__ = ["selected"]
@@ -26,8 +26,7 @@ def selected(cells: Sequence[Cell], space: Space, mode: Combine) -> Sums:
     for cell in cells:
         live = Buffer(f"{cell.total.name}_live", "int32", (), local=True)
         found.buffers += [cell.total, live]
-        for each in cell.terms:
-            term = without(each, cell.address)
+        for term in cell.terms:
             value: Expr = Const(term.number, "float64")
             for factor in map(widened, term.factors):
                 value = factor if value is Const(1.0, "float64") else Op("mul", (value, factor))

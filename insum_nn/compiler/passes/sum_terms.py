@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 from insum_nn.compiler.ir.access import indices_in
@@ -34,7 +34,7 @@ from insum_nn.compiler.passes.terms import Term, factored, guards, loose, select
 from insum_nn.compiler.passes.unify_variants import rolled
 from insum_nn.dtypes import is_widened
 
-__all__ = ["Cell", "Space", "Sums", "cell_sum", "summed", "without"]
+__all__ = ["Cell", "Space", "Sums", "cell_sum", "summed"]
 
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
 K = 1
@@ -42,11 +42,10 @@ K = 1
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """An output cell of a tile: its accumulator, its terms, and the conditions without which it has no address."""
+    """An output cell of a tile: its accumulator and its terms."""
 
     total: Buffer
     terms: tuple[Term, ...]
-    address: tuple[Expr, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,6 @@ def summed(cells: Sequence[Cell], space: Space, product: Sides | None, precision
         product: positions of the factors on either side of a matrix product.
         precision: of float32 in the matrix unit.
     """
-    cells = [replace(cell, terms=tuple(without(term, cell.address) for term in cell.terms)) for cell in cells]
     if product is not None:
         return _Products(space, product, precision).sums(cells)
     found = Sums()
@@ -124,11 +122,6 @@ def summed(cells: Sequence[Cell], space: Space, product: Sides | None, precision
         found.totals.append((select(settled, Load(cell.total, ())),))
     found.body = tuple(body)
     return found
-
-
-def without(term: Term, address: Sequence[Expr]) -> Term:
-    """A term without conditions that its cell's address needs anyway."""
-    return Term(term.number, term.factors, tuple(c for c in term.conditions if c not in address))
 
 
 # Products element by element.

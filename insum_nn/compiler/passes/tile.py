@@ -52,7 +52,7 @@ from insum_nn.compiler.lang.combining import selecting
 from insum_nn.compiler.passes.extrema import selected
 from insum_nn.compiler.passes.own_rows import RowWalk
 from insum_nn.compiler.passes.sum_terms import Cell, Space, summed
-from insum_nn.compiler.passes.terms import term_of
+from insum_nn.compiler.passes.terms import Term, term_of
 from insum_nn.compiler.passes.unify_variants import switch
 from insum_nn.dtypes import dtype_of
 
@@ -237,7 +237,7 @@ class Tiler:
     def block(self, groups: Sequence[Sequence[Store]]) -> tuple[Stmt, ...]:
         """The tile for some of its cells."""
         cells = [
-            Cell(self.accumulator(number), tuple(map(term_of, group)), self.address_of(group[0]))
+            Cell(Buffer(f"acc{number}", self.wide, (), local=True), self.terms_of(group))
             for number, group in enumerate(groups)
         ]
         mode, space = selecting(self.stores[0].combine), self.space()
@@ -252,9 +252,7 @@ class Tiler:
             before = (*allocs, *started)
         pairs = zip(groups, sums.totals, strict=True)
         stores = [each for group, total in pairs for each in self.stored(group[0], total)]
-        return self.with_tiles((*before, *self.summing(sums.body), *stores))
-
-    def with_tiles(self, inner: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+        inner: tuple[Stmt, ...] = (*before, *self.summing(sums.body), *stores)
         for number in (N, M):
             if number in self.axes:
                 inner = (self.with_body(self.axes[number], inner),)
@@ -361,9 +359,6 @@ class Tiler:
             self.source.kernel.results[0].buffer.dtype,
         )
 
-    def accumulator(self, number: int) -> Buffer:
-        return Buffer(f"acc{number}", self.wide, (), local=True)
-
     @property
     def wide(self) -> str:
         return dtype_of(self.source.kernel.results[0].buffer.dtype).wide.name
@@ -381,6 +376,11 @@ class Tiler:
                     found += [Op("at_least", (node, Const(0))), Op("less", (node, extent))]
         present = set(conjuncts(store.where))
         return tuple(c for c in found if c in present)
+
+    def terms_of(self, stores: Sequence[Store]) -> tuple[Term, ...]:
+        """The terms of a cell, without the conditions that its address needs anyway."""
+        address, terms = self.address_of(stores[0]), map(term_of, stores)
+        return tuple(t._replace(conditions=tuple(c for c in t.conditions if c not in address)) for t in terms)
 
     def parts(self, buffer: Buffer) -> Buffer:
         """The output, or, of what several programs have parts of, these parts."""

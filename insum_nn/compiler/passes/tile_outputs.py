@@ -21,7 +21,7 @@ that another index tensor addresses, to which other programs add as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from insum_nn.compiler.ir.access import indices_in
 from insum_nn.compiler.ir.graph import ROW
@@ -39,8 +39,8 @@ from insum_nn.compiler.ir.nodes import (
     conjunction,
     conjuncts,
 )
-from insum_nn.compiler.passes.sum_terms import Space, cell_sum, without
-from insum_nn.compiler.passes.terms import Term, select, term_of
+from insum_nn.compiler.passes.sum_terms import cell_sum
+from insum_nn.compiler.passes.terms import select
 from insum_nn.compiler.passes.tile import M, N, Tiler
 
 __all__ = ["OutputsTiler"]
@@ -48,12 +48,12 @@ __all__ = ["OutputsTiler"]
 
 @dataclass
 class _Cell:
-    """A cell of an output: the first store to it, its terms, and its local sum."""
+    """A cell of an output: the first store to it, its local sum, what its terms add, and what selects the sum."""
 
     store: Store
     total: Buffer
-    terms: list[Term] = field(default_factory=list[Term])
-    settled: list[Expr] = field(default_factory=list[Expr])
+    sum: Stmt
+    settled: Sequence[Expr]
 
 
 class OutputsTiler(Tiler):
@@ -63,15 +63,14 @@ class OutputsTiler(Tiler):
     """
 
     def kernel(self) -> Kernel:
-        self.cells: dict[tuple[Buffer, tuple[Expr, ...]], _Cell] = {}
+        groups: dict[tuple[Buffer, tuple[Expr, ...]], list[Store]] = {}
         for store in self.stores:
-            new = _Cell(store, self.local(store, len(self.cells)))
-            self.cells.setdefault((store.buffer, store.subscripts), new).terms.append(term_of(store))
-        sums = [*map(self.sum, self.cells.values())]
-        owned = [cell for cell in self.cells.values() if self.owned(cell.store)]
-        further = [cell for cell in self.cells.values() if not self.owned(cell.store)]
+            groups.setdefault((store.buffer, store.subscripts), []).append(store)
+        cells = [self.cell(number, stores) for number, stores in enumerate(groups.values())]
+        owned = [cell for cell in cells if self.owned(cell.store)]
+        further = [cell for cell in cells if not self.owned(cell.store)]
         # After all reads, which can then be moved ahead of the stores.
-        body = (*self.columns(sums), *self.written(further))
+        body = (*self.columns([cell.sum for cell in cells]), *self.written(further))
         stores = [
             each
             for cell in owned
@@ -87,11 +86,6 @@ class OutputsTiler(Tiler):
         """Whether a program owns the rows that a store writes to."""
         return self.source.axis >= 0 and store.buffer is self.source.kernel.results[0].buffer
 
-    def local(self, store: Store, number: int) -> Buffer:
-        """The sum of a cell, for each column of the tile."""
-        shape = (self.loops[self.axes[N].index.name].end,) if N in self.axes else ()
-        return Buffer(f"{'acc' if self.owned(store) else 'part'}{number}", self.wide, shape, local=True)
-
     def column(self, buffer: Buffer) -> tuple[Expr, ...]:
         return (self.axes[N].index,) if buffer.shape else ()
 
@@ -101,20 +95,20 @@ class OutputsTiler(Tiler):
             return tuple(body)
         return (self.with_body(self.axes[N], tuple(body)),)
 
-    def sum(self, cell: _Cell) -> Stmt:
-        """The statement that sums a cell's terms."""
-        address = self.address_of(cell.store)
-        terms = [without(term, address) for term in cell.terms]
-        owned, column = self.owned(cell.store), self.column(cell.total)
-        value, where, cell.settled = cell_sum(terms, self.space() if owned else self.space_of_entry(cell.store))
+    def cell(self, number: int, stores: Sequence[Store]) -> _Cell:
+        """A cell with its terms, which are summed for each column of the tile."""
+        store, space = stores[0], self.space()
+        shape = (self.loops[self.axes[N].index.name].end,) if N in self.axes else ()
+        owned = self.owned(store)
+        total = Buffer(f"{'acc' if owned else 'part'}{number}", self.wide, shape, local=True)
+        if not owned:
+            # The sum of one entry: over columns, or over nothing.
+            columns = frozenset({self.axes[N].index} if N in self.axes else ())
+            space = replace(space, summed=columns - _along(store))
+        value, where, settled = cell_sum(self.terms_of(stores), space)
         if owned:
-            return Store(cell.total, column, value, "add", where)
-        return Store(cell.total, column, select(conjuncts(where), value))
-
-    def space_of_entry(self, store: Store) -> Space:
-        """The loops around the sum of one entry: over columns, or over nothing."""
-        columns = frozenset({self.axes[N].index} if N in self.axes else ())
-        return replace(self.space(), summed=columns - _along(store))
+            return _Cell(store, total, Store(total, self.column(total), value, "add", where), settled)
+        return _Cell(store, total, Store(total, self.column(total), select(conjuncts(where), value)), settled)
 
     def written(self, cells: Sequence[_Cell]) -> tuple[Stmt, ...]:
         """The statements that write the cells of an entry: those that are sums over columns first."""
