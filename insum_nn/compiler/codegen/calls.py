@@ -10,8 +10,8 @@ import keyword
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from insum_nn.locks import cached_property
 
 __all__ = ["Call", "CallGraph"]
 
-_INFIX = {
+_INFIX: dict[Any, str] = {
     operator.add: "+",
     operator.sub: "-",
     operator.mul: "*",
@@ -39,17 +39,15 @@ class Call:
 
     Attributes:
         name: of the variable.
-        kind: of a method, `args[0]` is the object.
-        target: the function, or the method's name.
+        target: the function, or a method's name, of which `args[0]` is the object; `None`: it is an argument.
         args: what it is called with; tuples and lists may hold calls.
         kwargs: by name.
     """
 
     name: str
-    kind: Literal["argument", "function", "method"]
-    target: Callable[..., Any] | str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    target: Callable[..., Any] | str | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def inputs(self) -> Iterator[Call]:
         """Yield the calls whose values it takes."""
@@ -63,10 +61,10 @@ class Call:
         args = self.args
         if self.target is getattr:
             return f"{args[0]!r}.{args[1]}"
-        if self.kind == "function" and self.target in _INFIX:
-            return f"{args[0]!r} {_INFIX[self.target]} {args[1]!r}"  # type: ignore[index]
+        if self.target in _INFIX:
+            return f"{args[0]!r} {_INFIX[self.target]} {args[1]!r}"
         listed = [*map(repr, args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
-        if self.kind == "method":
+        if isinstance(self.target, str):
             return f"{listed[0]}.{self.target}({', '.join(listed[1:])})"
         return f"{_name_of(self.target)}({', '.join(listed)})"
 
@@ -93,18 +91,17 @@ class CallGraph:
 
     def argument(self, stands_for: Buffer | Size) -> Call:
         """Take one more argument."""
-        call = Call(f"arg{len(self.arguments)}", "argument", "", (), {})
+        call = Call(f"arg{len(self.arguments)}")
         self.arguments.append((call, stands_for))
         return call
 
     def function(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Call a function."""
-        name = target.__name__.replace(".", "_").lower()
-        return self._append(Call(self._unused(name), "function", target, args, kwargs))
+        return self._called(target.__name__.replace(".", "_").lower(), target, args, kwargs)
 
     def method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Call a method of the first of `args`."""
-        return self._append(Call(self._unused(name), "method", name, args, kwargs))
+        return self._called(name, name, args, kwargs)
 
     def finish(self, output: Call) -> None:
         """Return the value of a call, and drop those that nothing needs."""
@@ -115,14 +112,11 @@ class CallGraph:
                 needed.update(call.inputs())
         self.calls = [call for call in self.calls if call in needed]
 
-    def _append(self, call: Call) -> Call:
-        self.calls.append(call)
-        return call
-
-    def _unused(self, name: str) -> str:
+    def _called(self, name: str, target: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Any) -> Call:
         count = self.counts.get(name, int(name in _SHADOWING))
         self.counts[name] = count + 1
-        return f"{name}_{count}" if count else name
+        self.calls.append(Call(f"{name}_{count}" if count else name, target, args, kwargs))
+        return self.calls[-1]
 
     # What was recorded.
 
@@ -158,7 +152,7 @@ class CallGraph:
         found: dict[Call, list[Call]] = {}
         for call in reversed(self.calls):
             for value in call.inputs():
-                if value not in seen and value.kind != "argument":
+                if value not in seen and value.target is not None:
                     seen.add(value)
                     found.setdefault(call, []).append(value)
         return found

@@ -93,7 +93,8 @@ def without_call_names(graph: CallGraph) -> str:
     for call in graph.calls:
         target = call.target if isinstance(call.target, str) else _qualified(call.target)
         kwargs = {name: numbered(value) for name, value in call.kwargs.items()}
-        lines.append(f"{numbers[call]} = call_{call.kind} {target} {numbered(call.args)} {kwargs}")
+        kind = "method" if isinstance(call.target, str) else "function"
+        lines.append(f"{numbers[call]} = call_{kind} {target} {numbered(call.args)} {kwargs}")
     lines.append(f"%{len(numbers)} = output output ({numbers[graph.output]},) {{}}")
     return "\n".join(lines)
 
