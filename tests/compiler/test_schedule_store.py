@@ -146,7 +146,7 @@ def measure_timed(monkeypatch: pytest.MonkeyPatch, times: Sequence[float], missi
 
     def compile_all(codes: Sequence[KernelCode], workers: int, seconds: float) -> list[Compiled]:
         assert len(codes) == len(made)
-        return [Compiled(each, 0.0, False, "no code" * (n == missing)) for n, each in enumerate(codes)]
+        return [Compiled(each, False, "no code" * (n == missing)) for n, each in enumerate(codes)]
 
     monkeypatch.setattr(tune, "compile_all", compile_all)
     trial: Any = lambda schedule: _Timed(made, schedule, times)  # noqa: E731

@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -76,13 +75,11 @@ class Compiled:
 
     Attributes:
         code: the kernel.
-        seconds: that it took.
         found: the machine code was on disk.
         error: why there is no machine code; empty where there is.
     """
 
     code: KernelCode
-    seconds: float
     found: bool
     error: str = ""
 
@@ -120,14 +117,12 @@ class Worker:
         if self.process.poll() is not None:
             self.close()
             self._start()
-        begin = time.perf_counter()
         answer = self._ask(machine_code.to_line(code))
         if answer is None:
             answer = {"error": f"the process that compiled it ended with status {self.process.wait()}"}
-        seconds = time.perf_counter() - begin
         if "hash" in answer:
             remember_code(code, answer["hash"])
-        return Compiled(code, seconds, bool(answer.get("found")), str(answer.get("error", "")))
+        return Compiled(code, bool(answer.get("found")), str(answer.get("error", "")))
 
     def _ask(self, line: str) -> dict[str, Any] | None:
         """The answer to a line; `None`: the process has ended."""
@@ -293,7 +288,7 @@ def compile_all(
             pool.settle(None)
     finally:
         pool.close()
-    return [found.get(code) or Compiled(code, 0.0, False, "there was no process or no time") for code in codes]
+    return [found.get(code) or Compiled(code, False, "there was no process or no time") for code in codes]
 
 
 class NotCompiledYetError(Exception):

@@ -8,9 +8,9 @@ what is built from an index tensor is kept for as long as the tensor lives and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ __all__ = [
     "tiles_of",
 ]
 
-Built = TypeVar("Built")
 # What is kept at most, of some hundreds of index tensors.
 _LIMIT = 2048
 # Rows up to which the host knows the length of each, and one kernel divides them.
@@ -169,15 +168,9 @@ def partition_of(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPar
         if undivided is not None and undivided.longest <= chunk:
             found = undivided
         else:
-            found = _kept(_build, index, rows, permuted, chunk)
+            found = _build(index, rows, permuted, chunk)
         divisions[chunk] = found
     return found
-
-
-def _kept(build: Callable[..., Built], *arguments: Any) -> Built:
-    """What is built for later calls too, of ordinary tensors, whatever mode the caller is in."""
-    with torch.inference_mode(False), torch.no_grad():
-        return build(*arguments)
 
 
 def divisions_of(index: Tensor, rows: int, permuted: bool) -> Divisions:
@@ -227,6 +220,9 @@ def tiles_of(flat: Tensor, order: Tensor | None, rows: int, size: int, dtype: to
     return RowPartition(count, low, torch.minimum(low + size, begin[1:][row]), row_of=row.to(dtype), order=order)
 
 
+# What is built for later calls too is of ordinary tensors, whatever mode the caller is in.
+@torch.inference_mode(False)
+@torch.no_grad()
 def _build(index: Tensor, rows: int, permuted: bool, chunk: int) -> RowPartition:
     flat, order, small = _ordered(index, rows, permuted)
     if chunk < 0:
@@ -306,7 +302,8 @@ def bitmasks_of(index: Tensor) -> Tensor:
     found: Tensor | None = _structures.of(index, "bitmasks")
     if found is not None:
         return found
-    return _structures.keep((index,), "bitmasks", _kept(new_bitmasks_of, index.contiguous()))
+    with torch.inference_mode(False), torch.no_grad():
+        return _structures.keep((index,), "bitmasks", new_bitmasks_of(index.contiguous()))
 
 
 def new_bitmasks_of(index: Tensor) -> Tensor:
