@@ -25,16 +25,16 @@ class Budget(NamedTuple):
 # Folder of insum_nn, or the whole package -> its budget. A budget only falls: whoever deletes code lowers it to what is
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
-    "compiler": Budget(16531, 13000),
+    "compiler": Budget(16410, 13000),
     "ops": Budget(2185, 1800),
-    "layers": Budget(4918, 4800),
-    "formats": Budget(1851, 2100),
-    "structure": Budget(2440, 2700),
+    "layers": Budget(4945, 4800),
+    "formats": Budget(1870, 2100),
+    "structure": Budget(2442, 2700),
     "datasets": Budget(879, 900),
     "models": Budget(648, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(798, 800),
-    PACKAGE: Budget(31002, 27500),
+    PACKAGE: Budget(30929, 27500),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
