@@ -681,3 +681,17 @@ def test_entries_far_outside_need_no_copy(tmp_path: Path):
     with pytest.raises(AssertionError):
         case.run(library.call_k0, printed)
     check(case, case.run(library.call_k1, careful))
+
+
+def test_functions_of_one_name_are_one_function():
+    """Kernels of several dtypes stand in one translation unit."""
+    found: dict[str, str] = {}
+    for dtype in ("float32", "float64", "float16", "bfloat16"):
+        helpers = Helpers(dtype_of(dtype))
+        for combine in ("add", "max", "min"):
+            for width in (1, 2, 8):
+                helpers.total(width, combine)
+                helpers.only(width, combine)
+        for piece in helpers.pieces:
+            name = piece.partition("(")[0].split()[-1]
+            assert found.setdefault(name, piece) == piece or piece.startswith("#"), name

@@ -334,8 +334,8 @@ class Helpers:
             rest = "" if combine == "add" else f" | (({mask})({rest} + {self.zero(width)}) & ~m)"
             body = f"if (lo <= 0 && hi >= {width}) return a; {mask} m = {self.inside(width)}(lo, hi); "
             body += f"return ({vector})((({mask})a & m){rest});"
-        kind = "only" if combine == "add" else combine
-        return self.function(f"{kind}{width}_{tag}_of_some", vector, f"{vector} a, long lo, long hi", body)
+        name = f"only{width}_{tag}" if combine == "add" else f"{combine}{width}_{self.dtype}_of_some"
+        return self.function(name, vector, f"{vector} a, long lo, long hi", body)
 
     def highest(self, dtype: str) -> str:
         """The largest of some entries, and at least 0."""
@@ -370,8 +370,8 @@ class Helpers:
             f"{half} l, h; __builtin_memcpy(&l, &a, sizeof l); "
             f"__builtin_memcpy(&h, (const char *)&a + sizeof l, sizeof h); return {inner}({both});"
         )
-        kind = "sum" if combine == "add" else f"{combine}_of"
-        return self.function(f"{kind}{width}_{number.tag}", number.number, f"{vector} a", body)
+        name = f"sum{width}_{number.tag}" if combine == "add" else f"{combine}_of{width}_{self.dtype}"
+        return self.function(name, number.number, f"{vector} a", body)
 
     def totals(self, count: int, width: int) -> str:
         """The sums of the lanes of each of several vectors, a power of two up to `width`: neighbours first."""
