@@ -693,5 +693,6 @@ def test_functions_of_one_name_are_one_function():
                 helpers.total(width, combine)
                 helpers.only(width, combine)
         for piece in helpers.pieces:
-            name = piece.partition("(")[0].split()[-1]
-            assert found.setdefault(name, piece) == piece or piece.startswith("#"), name
+            if piece.startswith("INSUM_INLINE"):
+                name = piece.partition("(")[0].split()[-1]
+                assert found.setdefault(name, piece) == piece, name
