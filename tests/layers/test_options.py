@@ -28,13 +28,13 @@ Values = tuple[Tensor, ...]
 def reached(monkeypatch: pytest.MonkeyPatch) -> set[Options]:
     """The options of the programs that were prepared to run."""
     found: set[Options] = set()
-    prepare = Executables.whole
+    prepare = Executables.alone
 
-    def recorded(self, extents):
+    def recorded(self, whole):
         found.add(self.options)
-        return prepare(self, extents)
+        return prepare(self, whole)
 
-    monkeypatch.setattr(Executables, "whole", recorded)
+    monkeypatch.setattr(Executables, "alone", recorded)
     # What was prepared before is not prepared again.
     insum_nn.clear_cache()
     return found
