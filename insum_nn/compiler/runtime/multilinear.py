@@ -132,7 +132,8 @@ class _Call(NamedTuple):
         plain = self.plain and is_plain_eager(*given.values())
         recorded = torch.is_grad_enabled()
         if len(given) > 1 and plain and not recorded:
-            total = sums.totals(given, needed, operands)
+            with without_autocast(next(iter(given.values())).device):
+                total = sums.totals(given, needed, operands)
             needed = [name for name in needed if name not in total]
         for left, grad in given.items():
             requested = [name for name in needed if name != left] if left in needed else needed
