@@ -25,7 +25,7 @@ class Budget(NamedTuple):
 # Folder of insum_nn, or the whole package -> its budget. A budget only falls: whoever deletes code lowers it to what is
 # then there, and a feature that needs lines takes them from elsewhere.
 BUDGETS: dict[str, Budget] = {
-    "compiler": Budget(16410, 13000),
+    "compiler": Budget(16405, 13000),
     "ops": Budget(2185, 1800),
     "layers": Budget(4945, 4800),
     "formats": Budget(1870, 2100),
@@ -34,7 +34,7 @@ BUDGETS: dict[str, Budget] = {
     "models": Budget(648, 700),
     "schedules": Budget(2, 2),
     "testing": Budget(798, 800),
-    PACKAGE: Budget(30929, 27500),
+    PACKAGE: Budget(30924, 27500),
 }
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -691,6 +691,7 @@ def test_functions_of_one_name_are_one_function():
         for combine in ("add", "max", "min"):
             for width in (1, 2, 8):
                 helpers.total(width, combine)
+                helpers.totals(min(width, 2), width, combine)
                 helpers.only(width, combine)
         for piece in helpers.pieces:
             if piece.startswith("INSUM_INLINE"):

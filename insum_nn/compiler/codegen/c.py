@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 from insum_nn.compiler.codegen.c_prelude import PIECES, NotInC, literal, number_of
 from insum_nn.compiler.codegen.c_values import Pieces, Range, Slot, Values
@@ -379,36 +380,26 @@ class _Printer(Values):
                 self.write(store, row, own[number], totals[number])
 
     def totals(self, own: Sequence[Mapping[Slot, str]]) -> list[str]:
-        """The sums of all lanes, of several cells at a time; or their extrema."""
-        if self.mode != "add":
-            return list(map(self.extremum, own))
-        found = [list[str]() for _ in own]
+        """The sums of all lanes, or their extrema, of several cells at a time."""
+        found, mode = [list[str]() for _ in own], self.mode
         for width in dict.fromkeys(slot.width for slot in own[0]):
-            sums = [" + ".join(name for slot, name in each.items() if slot.width == width) for each in own]
+            both = partial(self.helpers.both, mode, width)
+            parts = [reduce(both, (name for slot, name in each.items() if slot.width == width)) for each in own]
             at = 0
-            while at < len(sums):
-                count = 1 << min(len(sums) - at, width).bit_length() - 1
+            while at < len(parts):
+                count = 1 << min(len(parts) - at, width).bit_length() - 1
                 name = self.fresh("t")
                 if count == 1:
-                    self.line(f"const {self.number.number} {name} = {self.helpers.total(width)}({sums[at]});")
+                    total = self.helpers.total(width, mode)
+                    self.line(f"const {self.number.number} {name} = {total}({parts[at]});")
                 else:
                     self.line(f"{self.number.number} {name}[{count}];")
-                    self.line(f"{self.helpers.totals(count, width)}({name}, {', '.join(sums[at : at + count])});")
+                    totals = self.helpers.totals(count, width, mode)
+                    self.line(f"{totals}({name}, {', '.join(parts[at : at + count])});")
                 for place in range(count):
                     found[at + place].append(name if count == 1 else f"{name}[{place}]")
                 at += count
-        return [" + ".join(each) for each in found]
-
-    def extremum(self, own: Mapping[Slot, str]) -> str:
-        """The extremum of all lanes of a cell."""
-        found = ""
-        for width in dict.fromkeys(slot.width for slot in own):
-            first, *others = (name for slot, name in own.items() if slot.width == width)
-            for name in others:
-                first = f"{self.helpers.select(self.mode, width)}({first}, {name})"
-            first = f"{self.helpers.total(width, self.mode)}({first})"
-            found = f"{self.helpers.select(self.mode, 1)}({found}, {first})" if found else first
-        return found
+        return [reduce(partial(self.helpers.both, mode, 1), each) for each in found]
 
     def terms_loop(self, number: int, pieces: Pieces) -> None:
         """The loops over terms, from one of them on."""

@@ -117,9 +117,8 @@ _PUT = {
 #endif
 }""",
 }
-# Functions of the C library, of which glibc has some for whole vectors: within 4 units in the last place.
-_OF_LIBRARY = ("exp", "log", "log1p", "sin", "cos", "tanh", "erf", "sqrt", "fabs")
-_VECTORIZED = _OF_LIBRARY[:7]
+# Functions of the C library that glibc has for whole vectors too: within 4 units in the last place.
+_OF_LIBRARY = ("exp", "log", "log1p", "sin", "cos", "tanh", "erf")
 # The processors that have them, and how glibc names them, by bytes of a vector.
 _VARIANTS = {16: ("__SSE4_1__", "b"), 32: ("__AVX2__", "d"), 64: ("__AVX512F__", "e")}
 # Those that are made of others, of a number or of a vector.
@@ -132,7 +131,7 @@ _COMPOSED = {
 }
 # Functions of x, and of y, as the language has them.
 _FUNCTIONS = {
-    **{name: f"__builtin_{name}{{f}}(x)" for name in _OF_LIBRARY},
+    **{name: f"__builtin_{name}{{f}}(x)" for name in (*_OF_LIBRARY, "sqrt")},
     **_COMPOSED,
     "abs": "__builtin_fabs{f}(x)",
     "relu": "x > 0 || x != x ? x : 0",
@@ -345,7 +344,7 @@ class Helpers:
     def finite(self) -> str:
         """Whether no number is infinite, nor would be after some multiplications and sums."""
         number, width = self.number, 32 // self.number.bytes
-        vector, total = self.vector(width), self.total(width)
+        vector, total = self.vector(width), self.total(width, "add")
         body = (
             f"{number.number} s = 0; "
             f"\n#pragma omp parallel for num_threads(threads) if(threads > 1) reduction(+:s)\n"
@@ -358,14 +357,14 @@ class Helpers:
 
     # Arithmetic.
 
-    def total(self, width: int, combine: str = "add") -> str:
+    def total(self, width: int, combine: str) -> str:
         """The sum of the lanes, or their extremum: of halves, and of their halves."""
         vector, number = self.vector(width), self.number
         if width == 1:
             return ""
         half = self.vector(width // 2)
         inner = self.total(width // 2, combine)
-        both = "l + h" if combine == "add" else f"{self.select(combine, width // 2)}(l, h)"
+        both = self.both(combine, width // 2, "l", "h")
         body = (
             f"{half} l, h; __builtin_memcpy(&l, &a, sizeof l); "
             f"__builtin_memcpy(&h, (const char *)&a + sizeof l, sizeof h); return {inner}({both});"
@@ -373,18 +372,22 @@ class Helpers:
         name = f"sum{width}_{number.tag}" if combine == "add" else f"{combine}_of{width}_{self.dtype}"
         return self.function(name, number.number, f"{vector} a", body)
 
-    def totals(self, count: int, width: int) -> str:
-        """The sums of the lanes of each of several vectors, a power of two up to `width`: neighbours first."""
+    def both(self, combine: str, width: int, a: str, b: str) -> str:
+        """The sum of two values, or their extremum."""
+        return f"{a} + {b}" if combine == "add" else f"{self.select(combine, width)}({a}, {b})"
+
+    def totals(self, count: int, width: int, combine: str) -> str:
+        """What `total` is, of each of several vectors, a power of two up to `width`: neighbours first."""
         self.add(_PICK)
         number, lines = self.number, list[str]()
 
         def halved(vector: int, a: str, b: str) -> str:
-            """The lanes of two vectors with even numbers, and those with odd ones, added up."""
+            """The lanes of two vectors with even numbers, and those with odd ones, combined."""
             kind, name = self.vector(vector), f"v{len(lines)}"
             even = (
                 f"INSUM_PICK(m{kind}, {a}, {b}, {', '.join(map(str, range(odd, 2 * vector, 2)))})" for odd in (0, 1)
             )
-            lines.append(f"{kind} {name} = {' + '.join(even)};")
+            lines.append(f"{kind} {name} = {self.both(combine, vector, *even)};")
             return name
 
         parts = [f"a{place}" for place in range(count)]
@@ -399,7 +402,8 @@ class Helpers:
         vector = self.vector(width)
         arguments = ", ".join([f"{number.number} *r", *(f"{vector} a{place}" for place in range(count))])
         lines.append(f"__builtin_memcpy(r, &{last}, sizeof {last});")
-        return self.function(f"sums{count}x{width}_{number.tag}", "void", arguments, " ".join(lines))
+        name = f"sums{count}x{width}_{number.tag}" if combine == "add" else f"{combine}{count}x{width}_{self.dtype}"
+        return self.function(name, "void", arguments, " ".join(lines))
 
     def select(self, combine: str, width: int) -> str:
         """The greater or lesser of a value and a term; what is not a number stays."""
@@ -443,7 +447,7 @@ class Helpers:
             apart = ", ".join(f"{each}[i]" for each in names)
             body = f"for (int i = 0; i < {width}; i++) x[i] = {one}({apart}); return x;"
         bytes_ = width * number.bytes
-        if width > 1 and name in _VECTORIZED and bytes_ in _VARIANTS:
+        if width > 1 and name in _OF_LIBRARY and bytes_ in _VARIANTS:
             feature, variant = _VARIANTS[bytes_]
             own = f"_ZGV{variant}N{width}v_{name}{suffix}"
             own = f"extern {vector} {own}({vector}); return {own}(x);"
