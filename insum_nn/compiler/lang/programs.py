@@ -31,7 +31,7 @@ from insum_nn.errors import (
     raise_collected,
 )
 
-__all__ = ["ProgramText", "is_program", "parse_program", "substituted"]
+__all__ = ["ProgramText", "is_program", "parse_program"]
 
 _RETURN = re.compile(r"return\s+(\w+(?:\s*,\s*\w+)*)")
 # Characters up to which what `=` names is written where it is read.

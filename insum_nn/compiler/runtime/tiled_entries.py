@@ -18,8 +18,7 @@ from insum_nn.compiler.kernels.row_partition import tiles_of
 from insum_nn.compiler.lang.bind import Bound, Extents
 from insum_nn.compiler.lang.derivative import fresh_name
 from insum_nn.compiler.lang.parser import parse
-from insum_nn.compiler.lang.programs import substituted
-from insum_nn.compiler.lang.syntax import Statement, replaced
+from insum_nn.compiler.lang.syntax import Statement, replaced, substituted
 from insum_nn.compiler.runtime.statement_cuts import bound_part
 from insum_nn.facts import IndexFacts
 
