@@ -1,6 +1,7 @@
 """Plain statements of all kinds, as one writes them down, against the torch calls that one would write by hand.
 
-No layer stands between: what is measured is whether a statement that nobody prepared for runs well.
+The statements are called directly, without a layer: what is measured is the compiler's performance on statements for
+which it has no special case.
 """
 
 from __future__ import annotations
